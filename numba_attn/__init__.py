@@ -1,0 +1,25 @@
+"""Exact, resumable decode attention over a paged KV cache, on CPU and CUDA, in Numba.
+
+`paged_attention` is the drop-in call. `AttentionState`, `step_tile`, `merge` and `finalize` are the
+same computation, a tile of K/V blocks at a time. `reference` is the specification in float64.
+"""
+
+from . import reference
+from ._device import available_devices
+from ._threads import get_num_threads, set_num_threads
+from .api import finalize, merge, paged_attention, step_tile
+from .state import AttentionState
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionState",
+    "available_devices",
+    "finalize",
+    "get_num_threads",
+    "merge",
+    "paged_attention",
+    "reference",
+    "set_num_threads",
+    "step_tile",
+]

@@ -1,0 +1,110 @@
+"""User arrays <-> the typed views that kernels take.
+
+bfloat16 travels as its bits in uint16, and only this module knows: kernels see uint16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import _device
+from ._types import Array, HostArray
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+UINT16 = np.dtype(np.uint16)
+
+
+def bits(name: str, array: Array) -> Array:
+    """View a bfloat16 array (or bfloat16 bits in uint16) as uint16; nothing is copied.
+
+    Raises
+    ------
+    TypeError
+        If `array` is no array, or has another dtype.
+    """
+    if _device.is_device_array(array):
+        view = _device.as_device_array(array)
+        if view.dtype != UINT16:
+            raise TypeError(
+                f"{name}: a device array carries bfloat16 as its bits in uint16, got {view.dtype}; "
+                "view it as uint16"
+            )
+        return view
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name}: expected a NumPy array or a CUDA array, got {type(array).__name__}; "
+            "convert it with numpy.asarray"
+        )
+    if array.dtype == BFLOAT16:
+        return np.asarray(array).view(UINT16)
+    if array.dtype == UINT16:
+        return np.asarray(array)
+    raise TypeError(
+        f"{name}: expected dtype bfloat16 (or its bits as uint16), got {array.dtype}; "
+        "convert it with .astype(ml_dtypes.bfloat16)"
+    )
+
+
+def integers(name: str, array: Any) -> Array:
+    """Return host integers as an array of their own dtype, device integers as int32.
+
+    Raises
+    ------
+    TypeError
+        If the values are not integers, or a device array is not int32.
+    """
+    if _device.is_device_array(array):
+        view = _device.as_device_array(array)
+        if view.dtype != np.int32:
+            raise TypeError(f"{name}: a device array must be int32, got {view.dtype}")
+        return view
+    host = np.asarray(array)
+    if host.size == 0 and not isinstance(array, np.ndarray):
+        host = host.astype(np.int32)  # [] has no dtype of its own
+    if host.dtype.kind not in "iu":
+        raise TypeError(
+            f"{name}: expected integers (int32), got {host.dtype}; convert it with .astype('int32')"
+        )
+    return host
+
+
+def as_int32(array: Array) -> Array:
+    """Return C-ordered int32; entries outside its range (unused ones: they are unread) wrap."""
+    if not isinstance(array, np.ndarray):
+        return array
+    return np.ascontiguousarray(array).astype(np.int32, copy=False)
+
+
+def times(counts: Array, factor: int) -> Array:
+    """Return counts * factor as int32, on the device of the counts."""
+    if isinstance(counts, np.ndarray):
+        return (counts.astype(np.int64) * factor).astype(np.int32)
+    return _device.backend("cuda").times(counts, factor)
+
+
+def empty(kind: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Allocate an array on a device."""
+    return np.empty(shape, dtype) if kind == "cpu" else _device.cuda().device_array(shape, dtype)
+
+
+def to_host(array: Array) -> HostArray:
+    """Copy a device array to the host; a host array is returned as it is."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array.copy_to_host())
+
+
+def bring(kind: str, array: Array) -> Array:
+    """Return the array on a device; copies where it is elsewhere."""
+    if kind == "cpu":
+        return to_host(array)
+    return _device.cuda().to_device(array) if isinstance(array, np.ndarray) else array
+
+
+def overwrite(target: Array, source: Array) -> None:
+    """Copy `source` into `target`, wherever the two are."""
+    if isinstance(target, np.ndarray):
+        target[...] = to_host(source)
+    else:
+        target.copy_to_device(source)

@@ -1,0 +1,128 @@
+"""Choose the device: "auto" | "cpu" | "cuda" -> a backend module, imported lazily.
+
+The data decides; an explicit request never falls back silently, and the error says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from types import ModuleType
+from typing import Any
+
+import numba
+
+from ._types import Array
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def cuda() -> Any:
+    """Return the module ``numba.cuda`` (imported on first use: it is slow to import)."""
+    return importlib.import_module("numba.cuda")
+
+
+def is_simulator() -> bool:
+    """Tell whether Numba's CUDA simulator stands in for a device."""
+    return bool(getattr(numba.config, "ENABLE_CUDASIM", False))
+
+
+def is_device_array(array: Any) -> bool:
+    """Tell whether an object is an array on a GPU (or in the simulator)."""
+    return hasattr(array, "__cuda_array_interface__") or hasattr(array, "__cuda_ndarray__")
+
+
+def as_device_array(array: Array) -> Array:
+    """Wrap anything with ``__cuda_array_interface__`` as a Numba device array, without a copy."""
+    return cuda().as_cuda_array(array)
+
+
+def cuda_problem() -> str | None:
+    """Say why CUDA cannot be used here; None where it can."""
+    try:
+        module = cuda()
+        if is_simulator() or module.is_available():
+            return None
+        module.detect()  # raises what is_available swallowed
+    except Exception as error:  # whatever a broken driver or toolkit raises is the answer
+        return " ".join(str(error).split()) or type(error).__name__
+    return "Numba found no CUDA device"
+
+
+def home(**arrays: Any) -> str:
+    """Say where the arrays of a call are: "cpu" or "cuda".
+
+    Raises
+    ------
+    ValueError
+        If some are on the host and some on a device.
+    """
+    where = {name: is_device_array(a) for name, a in arrays.items() if a is not None}
+    if any(where.values()) and not all(where.values()):
+        on = [name for name, device in where.items() if device]
+        off = [name for name, device in where.items() if not device]
+        raise ValueError(
+            f"all arrays must be on one device: {', '.join(on)} are on a CUDA device, "
+            f"{', '.join(off)} on the host; copy the ones over (numba.cuda.to_device, "
+            ".copy_to_host)"
+        )
+    return "cuda" if any(where.values()) else "cpu"
+
+
+def resolve(device: str, home: str) -> str:
+    """Return "cpu" or "cuda" for a requested device and the arrays' home.
+
+    Raises
+    ------
+    ValueError
+        If `device` is no known name.
+    RuntimeError
+        If CUDA is asked for and cannot be used.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device: expected one of {', '.join(map(repr, DEVICES))}, got {device!r}")
+    kind = home if device == "auto" else device
+    if kind == "cuda":
+        require_cuda()
+    return kind
+
+
+def require_cuda() -> None:
+    """Raise RuntimeError, saying why, where CUDA cannot be used."""
+    if (problem := cuda_problem()) is not None:
+        raise RuntimeError(
+            f"device='cuda' is not available: {problem}. Install numba_attn[cuda] on a machine "
+            "with an NVIDIA driver, set NUMBA_ENABLE_CUDASIM=1 for the simulator, or use "
+            "device='cpu'"
+        )
+
+
+def backend(kind: str) -> ModuleType:
+    """Return the twin that runs on a device."""
+    return importlib.import_module(f".kernels.{kind}", __package__)
+
+
+def available_devices() -> dict[str, str]:
+    """Name the devices that can be used here.
+
+    Returns
+    -------
+    dict of str to str
+        Names for the argument ``device=``, each with what it is. The CUDA simulator is named as
+        such; ``device="auto"`` never picks it for host arrays.
+
+    Examples
+    --------
+    >>> import numba_attn
+    >>> "cpu" in numba_attn.available_devices()
+    True
+    """
+    devices = {"cpu": f"{platform.processor() or platform.machine()}, {os.cpu_count()} threads"}
+    if is_simulator():
+        devices["cuda"] = "simulator (NUMBA_ENABLE_CUDASIM=1): tests indexing and order, no speed"
+    elif cuda_problem() is None:
+        gpu = cuda().get_current_device()
+        name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
+        devices["cuda"] = "{}, compute capability {}.{}".format(name, *gpu.compute_capability)
+    return devices

@@ -1,0 +1,91 @@
+"""Run one function on several cores: the calling thread and a few pool workers.
+
+The functions are kernels that release the GIL and take their work from a shared counter, so a
+worker that comes late, or never, costs nothing. Threads of the caller may come at once: they share
+the pool's workers. The pool is made anew after a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def usable_cores() -> int:
+    """Count the cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_num_threads = usable_cores()
+
+
+def get_num_threads() -> int:
+    """Return the number of threads that CPU calls use, the calling one included."""
+    return _num_threads
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Set the number of threads that CPU calls use; results do not depend on it, bit for bit.
+
+    Parameters
+    ----------
+    num_threads : int
+        The calling thread included; at least 1.
+
+    Raises
+    ------
+    ValueError
+        If `num_threads` is below 1.
+
+    Examples
+    --------
+    >>> import numba_attn
+    >>> numba_attn.set_num_threads(numba_attn.get_num_threads())
+    """
+    global _num_threads, _pool
+    if num_threads < 1:
+        raise ValueError(f"num_threads: must be at least 1, got {num_threads}")
+    with _lock:
+        _num_threads = int(num_threads)
+        _pool = None  # calls in flight keep theirs; idle workers end with it
+
+
+def _workers() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(max(1, _num_threads - 1), "numba_attn")
+        return _pool
+
+
+def run(task: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> None:
+    """Call `task` once per argument tuple, the first in the calling thread, and wait for all.
+
+    A call that no worker has begun when the first returns is dropped: its work is done by then.
+    """
+    helpers = arguments[1:]
+    futures = [_workers().submit(task, *args) for args in helpers] if helpers else []
+    try:
+        task(*arguments[0])
+    finally:
+        for future in futures:
+            if not future.cancel():
+                future.result()
+
+
+def _after_fork() -> None:
+    """Forget the parent's workers and locks; they do not exist in the child."""
+    global _lock, _pool
+    _lock, _pool = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

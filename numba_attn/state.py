@@ -1,0 +1,100 @@
+"""The resumable state of an attention: what has been absorbed so far."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import _arrays, _device, _validate
+from ._types import Array
+
+
+class AttentionState:
+    """Running softmax attention ``(m, l, o)`` of a batch; starts as the identity (no keys seen).
+
+    Float32 and unnormalised: ``m`` is the largest logit seen, ``l`` the sum of ``exp(s - m)`` and
+    ``o`` the sum of ``exp(s - m) * v``. It survives between calls, so that keys and values may
+    come a tile at a time, from anywhere; states over disjoint keys combine with `merge`.
+
+    Parameters
+    ----------
+    num_seqs, num_q_heads, head_dim : int
+        S, Hq and Dv (the head_dim of v).
+    device : {"cpu", "cuda"}
+        Where the state lives; it decides where `step_tile`, `merge` and `finalize` run.
+
+    Attributes
+    ----------
+    m, l : float32 [S, Hq]
+    o : float32 [S, Hq, Dv]
+    buffer : float32 [S * Hq * (Dv + 2)]
+        The contiguous memory that ``m``, ``l`` and ``o`` are views of, in this order: one message,
+        one copy.
+    device : str
+
+    Raises
+    ------
+    ValueError
+        If a size is negative, or Hq or Dv is 0.
+    RuntimeError
+        If the device is not available.
+
+    References
+    ----------
+    Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023.
+
+    Examples
+    --------
+    >>> import numba_attn
+    >>> state = numba_attn.AttentionState(num_seqs=2, num_q_heads=8, head_dim=64)
+    >>> state.o.shape, float(state.m[0, 0]), float(state.l[0, 0])
+    ((2, 8, 64), -inf, 0.0)
+    """
+
+    def __init__(
+        self, num_seqs: int, num_q_heads: int, head_dim: int, *, device: str = "cpu"
+    ) -> None:
+        _validate.state_sizes(num_seqs, num_q_heads, head_dim)
+        self.device: str = _device.resolve(device, home="cpu")
+        rows = num_seqs * num_q_heads
+        self.buffer: Array = _arrays.empty(self.device, (rows * (head_dim + 2),), np.float32)
+        self.m: Array = self.buffer[:rows].reshape(num_seqs, num_q_heads)
+        self.l: Array = self.buffer[rows : 2 * rows].reshape(num_seqs, num_q_heads)
+        self.o: Array = self.buffer[2 * rows :].reshape(num_seqs, num_q_heads, head_dim)
+        self.reset()
+
+    @classmethod
+    def like(cls, q: Array, v_pool: Array) -> AttentionState:
+        """Make a state for q [S, Hq, D] and v_pool [N, B, Hkv, Dv], on the device they are on.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from numba_attn import AttentionState
+        >>> q, v_pool = np.zeros((2, 8, 64), np.uint16), np.zeros((9, 16, 4, 32), np.uint16)
+        >>> AttentionState.like(q, v_pool).o.shape
+        (2, 8, 32)
+        """
+        _validate.axes("q", q, "[S, Hq, D]", 3)
+        _validate.axes("v_pool", v_pool, "[N, B, Hkv, Dv]", 4)
+        home = _device.home(q=q, v_pool=v_pool)
+        return cls(q.shape[0], q.shape[1], v_pool.shape[3], device=home)
+
+    def reset(self) -> None:
+        """Return to the identity ``(-inf, 0, 0)``, in place."""
+        rows = self.m.size
+        identity = np.zeros(self.buffer.size, np.float32)
+        identity[:rows] = -np.inf
+        _arrays.overwrite(self.buffer, identity)
+
+    @property
+    def lse(self) -> Array:
+        """Natural log-sum-exp of the logits, ``m + log(l)``: float32 [S, Hq]; -inf where empty."""
+        m, l = _arrays.to_host(self.m), _arrays.to_host(self.l)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            lse = np.where(l == 0, np.float32(-np.inf), m + np.log(l))
+        return _arrays.bring(self.device, lse)
+
+    def __repr__(self) -> str:
+        sizes = dict(zip(("num_seqs", "num_q_heads", "head_dim"), self.o.shape, strict=True))
+        text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        return f"AttentionState({text}, device={self.device!r})"
