@@ -17,9 +17,10 @@ from typing import Any
 
 import numba
 
-# Contraction (a*b + c in one rounding) only. No reassociation: bits must not depend on a loop's
-# shape. No nnan or ninf, which fastmath=True implies: the recurrence starts from -inf.
-_FASTMATH = {"contract"}
+# No reassociation: bits must not depend on a loop's shape. No nnan or ninf, which fastmath=True
+# implies: the recurrence starts from -inf. No contraction: scale * x - m in one rounding would
+# weigh the largest logit by something other than 1. Where a product is fused, the code says fma.
+_FASTMATH = False
 
 
 def _digest() -> str:

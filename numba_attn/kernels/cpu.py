@@ -1,17 +1,22 @@
-"""The CPU twin: the recurrence as compiled loops over splits of tokens.
+"""The CPU twin: the recurrence as vector code over splits of tokens.
 
 A work item is one split of one sequence with all its heads, so that K/V are read in address order
 and every query head of a kv head shares each row. Items come from a shared counter; each gives a
 partial state, and the partials are folded into the state in item order.
 """
 
+import functools
+
 import numpy as np
 
 from .. import _plan, _threads
 from . import recurrence, simd
-from ._jit import kernel
+from ._jit import kernel, shared
 
 GROUP = _plan.GROUP_TOKENS
+SPLIT = _plan.SPLIT_TOKENS
+STRIP = 8  # tokens per load and store of o
+AHEAD_BYTES = 8192  # how far ahead of the reads the prefetches run
 
 
 def step_tile(state, q, k_pool, v_pool, tables, token_counts, scale):
@@ -33,12 +38,12 @@ def step_tile(state, q, k_pool, v_pool, tables, token_counts, scale):
         return
     partials = _Partials(len(items), *state.o.shape[1:])
     counter = np.zeros(1, np.int64)
-    gqa = q.shape[1] // k_pool.shape[2]
-    sizes = (k_pool.shape[1], k_pool.shape[2], gqa, q.shape[2], v_pool.shape[3])
-    args = (counter, items, _locate(q), _locate(k_pool), _locate(v_pool), _locate(tables))
-    args += (sizes, scale, partials.m, partials.l, partials.o)
+    attend_items = _attend_items(q.shape[1] // k_pool.shape[2], q.shape[2], v_pool.shape[3])
+    pools = (_locate(k_pool), _locate(v_pool), _locate(tables))
+    sizes = (k_pool.shape[1], k_pool.shape[2])
+    args = (counter, items, _locate(q), *pools, sizes, scale, partials.m, partials.l, partials.o)
     workers = min(_threads.get_num_threads(), len(items))
-    _threads.run(_attend_items, [args] * workers)
+    _threads.run(attend_items, [args] * workers)
     merge_splits(state, partials, starts)
 
 
@@ -76,70 +81,117 @@ def _locate(array):
     return (array.__array_interface__["data"][0], *array.strides[:-1])
 
 
-@kernel
-def _attend_items(counter, items, q, k_pool, v_pool, tables, sizes, scale, m, l, o):
-    """Take items from the counter until none is left; write the partial state of each."""
-    while True:
-        item = simd.fetch_add(counter.ctypes.data, 1)
-        if item >= len(items):
-            break
-        seq, begin, end = items[item]
-        _attend(
-            (seq, begin, end), q, k_pool, v_pool, tables, sizes, scale, m[item], l[item], o[item]
-        )
+@functools.cache
+def _attend_items(gqa, head_dim, v_head_dim):
+    """Return the kernel that takes items from the counter and writes their partial states.
+
+    One is compiled per (G, D, Dv); everything else is a run-time value.
+    """
+    width, v_width = simd.padded(head_dim), simd.padded(v_head_dim)
+    tile_tokens = simd.tile_tokens(gqa)
+    tiles = GROUP // tile_tokens
+    logits = -(-gqa // simd.TILE_HEADS) * tiles * 16  # of one kv head
+
+    @kernel
+    def attend_items(counter, items, q, k_pool, v_pool, tables, sizes, scale, m, l, o):
+        block_size, num_kv_heads = sizes
+        num_heads = num_kv_heads * gqa
+        lead = min(max(AHEAD_BYTES // (2 * head_dim * num_kv_heads), tile_tokens), GROUP)
+        rows = np.empty(2 * SPLIT + 2 * GROUP, np.int64)
+        queries = _aligned(num_heads * width)
+        scores = _aligned(num_kv_heads * logits)
+        weights = _aligned(num_heads * GROUP)
+        rescale = _aligned(num_heads)
+        maxima = _aligned(num_heads)
+        sums = _aligned(num_heads * 16)  # l by lane
+        values = _aligned(num_heads * v_width)  # o in lane order
+        at_m, at_l, at_o = maxima.ctypes.data, sums.ctypes.data, values.ctypes.data
+        at_q, at_s = queries.ctypes.data, scores.ctypes.data
+        at_p, at_r = weights.ctypes.data, rescale.ctypes.data
+        while True:
+            item = simd.fetch_add(counter.ctypes.data, 1)
+            if item >= len(items):
+                break
+            seq, begin = np.int64(items[item, 0]), np.int64(items[item, 1])
+            tokens = np.int64(items[item, 2]) - begin
+            # load
+            _list_rows(rows, begin, tokens, block_size, tables[0] + seq * tables[1], k_pool, v_pool)
+            for h in range(num_heads):
+                row = q[0] + seq * q[1] + h * q[2]
+                simd.widen(row, at_q + 4 * width * h, head_dim)
+            maxima[:], sums[:], values[:] = recurrence.NEG_INF, recurrence.ZERO, recurrence.ZERO
+            for group in range(0, tokens, GROUP):
+                count = min(GROUP, tokens - group)
+                k_rows = rows.ctypes.data + 16 * group
+                v_rows = k_rows + 8 * GROUP
+                # score
+                for t in range(0, count, tile_tokens):
+                    here = k_rows + 8 * t
+                    for kv in range(num_kv_heads):
+                        query = at_q + 4 * width * gqa * kv
+                        to = at_s + 4 * logits * kv + 64 * (t // tile_tokens)
+                        simd.score(query, here, here + 8 * lead, kv * k_pool[3], to, gqa, head_dim)
+                # absorb
+                for h in range(num_heads):
+                    kv, g = h // gqa, h % gqa
+                    tile = g // simd.TILE_HEADS * tiles * 16 + g % simd.TILE_HEADS * tile_tokens
+                    score = at_s + 4 * (logits * kv + tile)
+                    m_h, l_h, r_h, p_h = at_m + 4 * h, at_l + 64 * h, at_r + 4 * h, at_p + 64 * h
+                    simd.absorb(score, scale, np.int32(count), m_h, l_h, r_h, p_h, tile_tokens)
+                # accumulate
+                for t in range(0, count, STRIP):
+                    here, n = v_rows + 8 * t, min(STRIP, count - t)
+                    if t:
+                        rescale[:] = recurrence.ONE
+                    for kv in range(num_kv_heads):
+                        h = kv * gqa
+                        p_h, r_h = at_p + 64 * h + 4 * t, at_r + 4 * h
+                        o_h, offset = at_o + 4 * v_width * h, kv * v_pool[3]
+                        next_rows = here + 8 * STRIP
+                        simd.accumulate(
+                            p_h, here, next_rows, offset, n, r_h, o_h, gqa, v_head_dim, 1
+                        )
+            # store
+            for h in range(num_heads):
+                m[item, h] = maxima[h]
+                l[item, h] = simd.lanes_total(at_l + 64 * h)
+                to = o.ctypes.data + 4 * v_head_dim * (num_heads * item + h)
+                simd.natural_order(at_o + 4 * v_width * h, to, v_head_dim)
+
+    return attend_items
 
 
-@kernel
-def _attend(item, q, k_pool, v_pool, tables, sizes, scale, m, l, o):
-    """Attend over one split: tokens begin..end of one sequence, all heads."""
-    seq, begin, end = item
-    block_size, num_kv_heads, gqa, head_dim, v_head_dim = sizes
-    q_rows, q_seq, q_head = q
-    k_rows, k_block, k_token, k_head = k_pool
-    v_rows, v_block, v_token, v_head = v_pool
-    table, table_row = tables
-    m[:] = recurrence.NEG_INF
-    l[:] = recurrence.ZERO
-    o[:] = recurrence.ZERO
-    p = np.empty(GROUP, np.float32)
-    for group in range(begin, end, GROUP):
-        tokens = min(GROUP, end - group)
-        for h in range(num_kv_heads * gqa):
-            kv = h // gqa
-            # load, score
-            for t in range(tokens):
-                block = np.int64(
-                    simd.load_int32(table + seq * table_row + (group + t) // block_size * 4)
-                )
-                slot = (group + t) % block_size
-                row = k_rows + block * k_block + slot * k_token + kv * k_head
-                s = recurrence.ZERO
-                for d in range(head_dim):
-                    s += simd.load_bfloat16(q_rows + seq * q_seq + h * q_head + 2 * d) * (
-                        simd.load_bfloat16(row + 2 * d)
-                    )
-                p[t] = s * scale
-            # absorb
-            m_new = m[h]
-            for t in range(tokens):
-                m_new = recurrence.larger(m_new, p[t])
-            rescale = recurrence.weight(m[h], m_new)
-            l[h] *= rescale
-            for t in range(tokens):
-                p[t] = recurrence.weight(p[t], m_new)
-                l[h] += p[t]
-            m[h] = m_new
-            # accumulate, store
-            for d in range(v_head_dim):
-                o[h, d] *= rescale
-            for t in range(tokens):
-                block = np.int64(
-                    simd.load_int32(table + seq * table_row + (group + t) // block_size * 4)
-                )
-                slot = (group + t) % block_size
-                row = v_rows + block * v_block + slot * v_token + kv * v_head
-                for d in range(v_head_dim):
-                    o[h, d] += p[t] * simd.load_bfloat16(row + 2 * d)
+@shared
+def _aligned(size):
+    """Allocate floats at the start of a cache line."""
+    raw = np.empty(size + 16, np.float32)
+    skip = (-raw.ctypes.data % 64) // 4
+    return raw[skip : skip + size]
+
+
+@shared
+def _list_rows(rows, begin, tokens, block_size, table, k_pool, v_pool):
+    """List the row addresses of a split in the order they are read: 16 of K, 16 of V, and so on.
+
+    The last row stands in for what lies past the end: it is loaded again, or prefetched.
+    """
+    k_address, k_block, k_token = k_pool[0], k_pool[1], k_pool[2]
+    v_address, v_block, v_token = v_pool[0], v_pool[1], v_pool[2]
+    column, slot = begin // block_size, begin % block_size
+    k_row, v_row = np.int64(0), np.int64(0)
+    for t in range(-(-tokens // GROUP) * GROUP):
+        if t < tokens:
+            block = np.int64(simd.load_int32(table + 4 * column))
+            k_row = k_address + block * k_block + slot * k_token
+            v_row = v_address + block * v_block + slot * v_token
+            slot += 1
+            if slot == block_size:
+                slot = 0
+                column += 1
+        at = t // GROUP * 2 * GROUP + t % GROUP
+        rows[at], rows[at + GROUP] = k_row, v_row
+    end = -(-tokens // GROUP) * 2 * GROUP
+    rows[end : end + 2 * GROUP] = v_row
 
 
 @kernel

@@ -1,0 +1,172 @@
+"""LLVM vectors of 16 floats: what `simd` is written in.
+
+Every function takes an LLVM IR builder and emits code; nothing here knows about attention.
+"""
+
+from llvmlite import ir
+
+LANES = 16
+FLOAT = ir.FloatType()
+INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+V16F = ir.VectorType(FLOAT, LANES)
+V16I = ir.VectorType(INT32, LANES)
+UNDEFINED = ir.Constant(V16F, ir.Undefined)
+
+# 2^f on [-1/2, 1/2] with 2^0 exact: minimax in the relative error, 2.0e-9 before rounding.
+EXP2 = (
+    1.0,
+    0.6931471824645996,
+    0.24022647738456726,
+    0.055503323674201965,
+    0.00961843691766262,
+    0.0013398875016719103,
+    0.00015353361959569156,
+)
+LOG2E = 1.4426950408889634
+
+
+def constant(value, type=INT32):
+    """Return an integer constant."""
+    return ir.Constant(type, value)
+
+
+def splat_constant(value, type=V16F):
+    """Return a constant with one value in every lane."""
+    return ir.Constant(type, [value] * type.count)
+
+
+def shuffle(builder, x, y, lanes):
+    """Pick lanes of x (0..n-1) and y (n..2n-1)."""
+    mask = ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes))
+    return builder.shuffle_vector(x, y, mask)
+
+
+def splat(builder, scalar):
+    """Put a scalar in every lane."""
+    empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    return shuffle(builder, builder.insert_element(empty, scalar, constant(0)), empty, [0] * LANES)
+
+
+def _pointer(builder, address, type, offset):
+    if offset:
+        address = builder.add(address, constant(offset, INT64))
+    return builder.inttoptr(address, type.as_pointer())
+
+
+def load(builder, address, type, offset=0, align=4):
+    """Load a value from address + offset bytes."""
+    value = builder.load(_pointer(builder, address, type, offset))
+    value.align = align
+    return value
+
+
+def store(builder, value, address, offset):
+    """Store a value at address + offset bytes."""
+    builder.store(value, _pointer(builder, address, value.type, offset)).align = 4
+
+
+def prefetch(builder, address, offset):
+    """Ask for a cache line to be read into the nearest cache; never faults."""
+    name, module = "llvm.prefetch.p0", builder.module
+    function = module.globals.get(name)
+    if function is None:
+        type = ir.FunctionType(ir.VoidType(), [INT8.as_pointer(), INT32, INT32, INT32])
+        function = ir.Function(module, type, name)
+    read, nearest, data = constant(0), constant(3), constant(1)
+    builder.call(function, [_pointer(builder, address, INT8, offset), read, nearest, data])
+
+
+def load_chunk(builder, row, offset, length):
+    """Load up to 32 bfloat16 as 16 words, zero past `length`, touching no byte beyond."""
+    if length == 2 * LANES:
+        return load(builder, row, V16I, offset, align=2)
+    words = splat_constant(0, V16I)
+    at = 0
+    for width in (8, 4, 2, 1):
+        if length // 2 & width:
+            piece = load(builder, row, ir.VectorType(INT32, width), offset + 4 * at, align=2)
+            nothing = ir.Constant(piece.type, ir.Undefined)
+            wide = shuffle(builder, piece, nothing, [min(i, width) for i in range(LANES)])
+            lanes = [LANES + i - at if at <= i < at + width else i for i in range(LANES)]
+            words = shuffle(builder, words, wide, lanes)
+            at += width
+    if length % 2:
+        last = builder.zext(load(builder, row, INT16, offset + 4 * at, align=2), INT32)
+        words = builder.insert_element(words, last, constant(at))
+    return words
+
+
+def widen_chunk(builder, words):
+    """Widen 32 bfloat16 to floats: the 16 even elements, the 16 odd ones."""
+    even = builder.shl(words, splat_constant(16, V16I))
+    odd = builder.and_(words, splat_constant(-65536, V16I))
+    return builder.bitcast(even, V16F), builder.bitcast(odd, V16F)
+
+
+def fma(builder, x, y, z):
+    """Return x * y + z, rounded once; x * y where z is None."""
+    if z is None:
+        return builder.fmul(x, y)
+    name, module = "llvm.fma.v16f32", builder.module
+    function = module.globals.get(name)
+    if function is None:  # llvmlite's declare_intrinsic cannot name vector types
+        function = ir.Function(module, ir.FunctionType(V16F, [V16F] * 3), name)
+    return builder.call(function, [x, y, z])
+
+
+def maximum(builder, x, y):
+    """Return the larger by lane; y where x is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def horizontal_max(builder, x):
+    """Put the largest lane in every lane; x has no NaN."""
+    for step in (8, 4, 2, 1):
+        x = maximum(builder, x, shuffle(builder, x, UNDEFINED, [i ^ step for i in range(LANES)]))
+    return x
+
+
+def lane_sums(builder, vectors):
+    """Sum each of up to 16 vectors: lane i of the result is the sum of vectors[i]'s lanes."""
+    vectors = [*vectors, *[None] * (LANES - len(vectors))]
+    for keep in (2, 4, 8, 16):  # lanes that already belong to different vectors, per pair
+        vectors = [
+            _fold_pair(builder, vectors[i], vectors[i + 1], keep) for i in range(0, len(vectors), 2)
+        ]
+    return vectors[0]
+
+
+def _fold_pair(builder, x, y, keep):
+    """Add halves of two vectors, so that one vector holds the partial sums of both."""
+    if x is None and y is None:
+        return None
+    x = UNDEFINED if x is None else x
+    y = UNDEFINED if y is None else y
+    if keep <= 4:  # within each quarter of 4 lanes
+        near = [0, 16, 1, 17] if keep == 2 else [0, 1, 16, 17]
+        quarter = [near, [i + 2 for i in near]]
+        low, high = ([4 * k + i for k in range(4) for i in q] for q in quarter)
+    else:  # whole quarters
+        first = (0, 1, 4, 5) if keep == 8 else (0, 2, 4, 6)
+        second = (2, 3, 6, 7) if keep == 8 else (1, 3, 5, 7)
+        low, high = ([4 * k + i for k in q for i in range(4)] for q in (first, second))
+    return builder.fadd(shuffle(builder, x, y, low), shuffle(builder, x, y, high))
+
+
+def exp_nonpositive(builder, x):
+    """Return exp(x) for x <= 0 by lane: 2 ulp; 0 below 2^-126 and for -inf; NaN for NaN.
+
+    No fast-math flags: adding and subtracting 1.5 * 2^23 rounds to an integer.
+    """
+    x = builder.fmul(x, splat_constant(LOG2E))
+    magic = splat_constant(12582912.0)
+    shifted = builder.fadd(x, magic)
+    fraction = builder.fsub(x, builder.fsub(shifted, magic))
+    power = splat_constant(EXP2[-1])
+    for coefficient in EXP2[-2::-1]:
+        power = fma(builder, power, fraction, splat_constant(coefficient))
+    exponent = builder.shl(builder.bitcast(shifted, V16I), splat_constant(23, V16I))
+    result = builder.bitcast(builder.add(builder.bitcast(power, V16I), exponent), V16F)
+    tiny = builder.fcmp_ordered("<", x, splat_constant(-126.0))
+    result = builder.select(tiny, splat_constant(0.0), result)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, result)
