@@ -33,7 +33,7 @@ def bits(name: str, array: Array) -> Array:
                 "view it as uint16"
             )
         return view
-    if not isinstance(array, np.ndarray):
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             f"{name}: expected a NumPy array or a CUDA array, got {type(array).__name__}; "
             "convert it with numpy.asarray"
@@ -59,9 +59,11 @@ def integers(name: str, array: Any) -> Array:
     if _device.is_device_array(array):
         view = _device.as_device_array(array)
         if view.dtype != np.int32:
-            raise TypeError(f"{name}: a device array must be int32, got {view.dtype}")
+            raise TypeError(
+                f"{name}: a device array must be int32, got {view.dtype}; convert it on the device"
+            )
         return view
-    host = np.asarray(array)
+    host = _host_numbers(name, array)
     if host.size == 0 and not isinstance(array, np.ndarray):
         host = host.astype(np.int32)  # [] has no dtype of its own
     if host.dtype.kind not in "iu":
@@ -69,6 +71,20 @@ def integers(name: str, array: Any) -> Array:
             f"{name}: expected integers (int32), got {host.dtype}; convert it with .astype('int32')"
         )
     return host
+
+
+def _host_numbers(name: str, array: Any) -> HostArray:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected integers (int32), got a masked array; pass array.filled(...)"
+        )
+    try:
+        return np.asarray(array)
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: expected rows of one length, got a ragged {type(array).__name__}; pad its "
+            "rows (entries past a length are never read)"
+        ) from error
 
 
 def as_int32(array: Array) -> Array:

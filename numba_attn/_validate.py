@@ -11,18 +11,26 @@ import math
 import numbers
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from . import _device
 from ._plan import Sizes
 from ._types import Array, HostArray
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FLOAT32_MIN = float(np.finfo(np.float32).smallest_subnormal)
+_OVERLAP_WORK: Any = 10_000  # steps of numpy.shares_memory, which is exponential at worst
 
 
 def axes(name: str, array: Array, letters: str, count: int) -> None:
     """Check the number of axes."""
     if not hasattr(array, "shape"):
-        raise TypeError(f"{name}: expected an array {letters}, got {type(array).__name__}")
+        raise TypeError(
+            f"{name}: expected an array {letters}, got {type(array).__name__}; "
+            "convert it with numpy.asarray"
+        )
     if len(array.shape) != count:
         raise ValueError(
             f"{name}: expected {count} axes {letters}, got shape {tuple(array.shape)}; reshape it"
@@ -40,13 +48,16 @@ def _rows(name: str, array: Array, letters: str, count: int) -> None:
     if isinstance(array, np.ndarray) and not array.flags.aligned:
         raise ValueError(
             f"{name}: the data must be aligned to {array.dtype.itemsize} bytes, got an unaligned "
-            "view; copy it with numpy.ascontiguousarray"
+            "view; copy it with array.copy()"
         )
 
 
-def _positive(name: str, letter: str, size: int) -> None:
+def _positive(name: str, letter: str, size: int, array: Array) -> None:
     if size < 1:
-        raise ValueError(f"{name}: {letter} must be at least 1, got {letter} = {size}")
+        raise ValueError(
+            f"{name}: {letter} must be at least 1, got {letter} = {size} in shape "
+            f"{tuple(array.shape)}; only S, N and tables may be empty"
+        )
 
 
 def attention_sizes(q: Array, k_pool: Array, v_pool: Array) -> Sizes:
@@ -63,15 +74,15 @@ def attention_sizes(q: Array, k_pool: Array, v_pool: Array) -> Sizes:
     _rows("v_pool", v_pool, "[N, B, Hkv, Dv]", 4)
     num_seqs, num_q_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, k_dim = k_pool.shape
-    _positive("q", "Hq", num_q_heads)
-    _positive("q", "D", head_dim)
-    _positive("k_pool", "B", block_size)
-    _positive("k_pool", "Hkv", num_kv_heads)
-    _positive("v_pool", "Dv", v_pool.shape[3])
+    _positive("q", "Hq", num_q_heads, q)
+    _positive("q", "D", head_dim, q)
+    _positive("k_pool", "B", block_size, k_pool)
+    _positive("k_pool", "Hkv", num_kv_heads, k_pool)
+    _positive("v_pool", "Dv", v_pool.shape[3], v_pool)
     if k_dim != head_dim:
         raise ValueError(
             f"k_pool: its last axis must be D = {head_dim}, the head_dim of q, got {k_dim} "
-            f"(k_pool {tuple(k_pool.shape)}, q {tuple(q.shape)})"
+            f"(k_pool {tuple(k_pool.shape)}, q {tuple(q.shape)}); check the order of the axes"
         )
     if tuple(v_pool.shape[:3]) != tuple(k_pool.shape[:3]):
         raise ValueError(
@@ -93,11 +104,19 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
     """Return the scale, by default 1 / sqrt(D)."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, (numbers.Real, np.floating)):
-        raise TypeError(f"scale: expected a real number or None, got {type(scale).__name__}")
-    value = float(scale)
-    if not (0.0 < value < math.inf):
-        raise ValueError(f"scale: must be positive and finite, got {value}")
+    if isinstance(scale, bool) or not isinstance(scale, (numbers.Real, ml_dtypes.bfloat16)):
+        raise TypeError(
+            f"scale: expected a real number or None, got {type(scale).__name__}; pass a float"
+        )
+    try:
+        value = float(scale)
+    except OverflowError:  # an int or a fraction beyond float64
+        value = math.inf
+    if not _FLOAT32_MIN <= value <= _FLOAT32_MAX:
+        raise ValueError(
+            f"scale: must be positive and finite in float32, got {value}; "
+            f"None stands for 1 / sqrt(D) = {1.0 / math.sqrt(head_dim):.6g}"
+        )
     return value
 
 
@@ -105,7 +124,7 @@ def _per_sequence(name: str, array: Array, num_seqs: int) -> None:
     if tuple(array.shape) != (num_seqs,):
         raise ValueError(
             f"{name}: expected shape [S] = ({num_seqs},), one per sequence of q, "
-            f"got {tuple(array.shape)}"
+            f"got {tuple(array.shape)}; pass one number for each row of q"
         )
 
 
@@ -113,32 +132,40 @@ def _table(name: str, array: Array, num_seqs: int, columns: str) -> None:
     if len(array.shape) != 2 or array.shape[0] != num_seqs:
         raise ValueError(
             f"{name}: expected shape [S, {columns}] with S = {num_seqs}, a row per sequence of q, "
-            f"got {tuple(array.shape)}"
+            f"got {tuple(array.shape)}; pass a row of block ids for each row of q"
         )
 
 
-def _lengths(name: str, lens: HostArray, capacity: int, rule: str) -> None:
-    """Check that lengths lie in 0..capacity."""
-    limit = min(capacity, _INT32_MAX)
-    bad = (lens < 0) | (lens > limit)
-    if bad.any():
+def _outside(values: HostArray, end: HostArray | int) -> HostArray:
+    """Tell which integers are not in 0..end, exclusive; as uint64, negative ones are large."""
+    outside: HostArray = values.astype(np.int64).view(np.uint64) >= end
+    return outside
+
+
+def _lengths(name: str, lens: HostArray, rule: str, most: int, advice: str) -> None:
+    """Check that lengths lie in 0..most."""
+    bad = _outside(lens, min(most, _INT32_MAX) + 1)
+    if np.count_nonzero(bad):
         row = int(np.argmax(bad))
         raise ValueError(
-            f"{name}: entries must be from 0 to {rule} = {capacity} (and fit int32), "
-            f"got {int(lens[row])} in row {row}"
+            f"{name}: must be from 0 to {rule} = {most} (and fit int32), "
+            f"got {int(lens[row])} in row {row}; {advice}"
         )
 
 
-def _block_ids(name: str, table: HostArray, used: HostArray, num_blocks: int) -> None:
-    """Check the first `used` ids of each row against the pool; the others are never read."""
-    valid = np.arange(table.shape[1]) < used[:, None]
-    bad = valid & ((table < 0) | (table >= num_blocks))
-    if bad.any():
-        row, column = (int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
+def _block_ids(name: str, table: HostArray, lens: HostArray, sizes: Sizes) -> None:
+    """Check the ids of each row's first `lens` tokens against the pool; no others are read."""
+    bad = _outside(table, sizes.num_blocks)
+    if not np.count_nonzero(bad):
+        return
+    used = -(-lens.astype(np.int64) // sizes.block_size)
+    bad &= np.arange(table.shape[1]) < used[:, None]
+    if np.count_nonzero(bad):
+        row, column = divmod(int(np.argmax(bad)), table.shape[1])
         raise ValueError(
-            f"{name}: block ids must be from 0 to N - 1 = {num_blocks - 1} in a row's first "
-            f"{int(used[row])} entries (those in use), got {int(table[row, column])} in row {row}, "
-            f"entry {column}"
+            f"{name}: block ids in use must be from 0 to N - 1 = {sizes.num_blocks - 1}, got "
+            f"{int(table[row, column])} in row {row}, entry {column} ({int(used[row])} are in "
+            "use); pass ids of blocks in k_pool, or a shorter length"
         )
 
 
@@ -149,9 +176,9 @@ def paged(sizes: Sizes, block_tables: Array, seq_lens: Array) -> None:
     if not isinstance(seq_lens, np.ndarray):
         return
     capacity = block_tables.shape[1] * sizes.block_size
-    _lengths("seq_lens", seq_lens, capacity, "max_blocks * B")
-    used = -(-seq_lens.astype(np.int64) // sizes.block_size)
-    _block_ids("block_tables", block_tables, used, sizes.num_blocks)
+    advice = "a row of block_tables needs ceil(seq_len / B) entries"
+    _lengths("seq_lens", seq_lens, "max_blocks * B", capacity, advice)
+    _block_ids("block_tables", block_tables, seq_lens, sizes)
 
 
 def contiguous(sizes: Sizes, seq_lens: Array) -> None:
@@ -164,7 +191,8 @@ def contiguous(sizes: Sizes, seq_lens: Array) -> None:
         )
     _per_sequence("seq_lens", seq_lens, sizes.num_seqs)
     if isinstance(seq_lens, np.ndarray):
-        _lengths("seq_lens", seq_lens, sizes.block_size, "the capacity B")
+        advice = "a contiguous cache holds B tokens of a sequence"
+        _lengths("seq_lens", seq_lens, "the capacity B", sizes.block_size, advice)
 
 
 def tile(
@@ -177,45 +205,60 @@ def tile(
         _per_sequence("tile_token_counts", tile_token_counts, sizes.num_seqs)
     if not isinstance(tile_block_counts, np.ndarray):
         return
-    _lengths("tile_block_counts", tile_block_counts, tile_blocks.shape[1], "the tile capacity T")
-    used = tile_block_counts.astype(np.int64)
-    capacity = used * sizes.block_size
-    name = "tile_block_counts" if tile_token_counts is None else "tile_token_counts"
-    tokens = capacity if tile_token_counts is None else tile_token_counts
-    bad = (tokens < 0) | (tokens > np.minimum(capacity, _INT32_MAX))
-    if bad.any():
+    columns, advice = tile_blocks.shape[1], "tile_blocks needs a column for each block of a row"
+    _lengths("tile_block_counts", tile_block_counts, "the tile capacity T", columns, advice)
+    tokens = tile_block_counts.astype(np.int64) * sizes.block_size
+    if tile_token_counts is not None:
+        _tile_tokens(tile_token_counts, tokens)
+        tokens = tile_token_counts
+    _lengths("tile_block_counts", tokens, "the largest count * B", _INT32_MAX, "pass smaller tiles")
+    _block_ids("tile_blocks", tile_blocks, tokens, sizes)
+
+
+def _tile_tokens(token_counts: HostArray, capacity: HostArray) -> None:
+    """Check that each row's tokens fit into its blocks."""
+    bad = _outside(token_counts, capacity + 1)
+    if np.count_nonzero(bad):
         row = int(np.argmax(bad))
         raise ValueError(
-            f"{name}: tokens must be from 0 to count * B = {int(capacity[row])} (and fit int32), "
-            f"got {int(tokens[row])} in row {row}"
+            f"tile_token_counts: must be from 0 to count * B = {int(capacity[row])}, "
+            f"got {int(token_counts[row])} in row {row}; pass fewer tokens, or more blocks"
         )
-    used = -(-tokens.astype(np.int64) // sizes.block_size)
-    _block_ids("tile_blocks", tile_blocks, used, sizes.num_blocks)
 
 
-def state_sizes(num_seqs: Any, num_q_heads: Any, head_dim: Any) -> None:
-    """Check the sizes of a new state."""
+def state_sizes(num_seqs: Any, num_q_heads: Any, head_dim: Any) -> tuple[int, int, int]:
+    """Check the sizes of a new state; return them as ints."""
     named = {"num_seqs": num_seqs, "num_q_heads": num_q_heads, "head_dim": head_dim}
     for name, size in named.items():
         if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-            raise TypeError(f"{name}: expected an integer, got {type(size).__name__}")
+            raise TypeError(f"{name}: expected an integer, got {type(size).__name__}; pass an int")
         least = 0 if name == "num_seqs" else 1
         if size < least:
-            raise ValueError(f"{name}: must be at least {least}, got {size}")
+            raise ValueError(
+                f"{name}: must be at least {least}, got {size}; pass the size of q's or v's axis"
+            )
+    return int(num_seqs), int(num_q_heads), int(head_dim)
 
 
 def is_state(name: str, state: Any, kind: type) -> None:
     """Check that an argument is a state."""
     if not isinstance(state, kind):
-        raise TypeError(f"{name}: expected an AttentionState, got {type(state).__name__}")
+        raise TypeError(
+            f"{name}: expected an AttentionState, got {type(state).__name__}; "
+            "make one with AttentionState.like(q, v_pool)"
+        )
 
 
 def output_dtype(dtype: Any, supported: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:
     """Return the output dtype as a dtype."""
-    found: np.dtype[Any] = np.dtype(dtype)
-    if found not in supported:
-        names = ", ".join(one.name for one in supported)
-        raise TypeError(f"dtype: expected one of {names}, got {found.name}")
+    try:
+        found: np.dtype[Any] | None = np.dtype(dtype)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found not in supported:
+        names = " or ".join(one.name for one in supported)
+        came = repr(dtype) if found is None else found.name
+        raise TypeError(f"dtype: expected {names}, got {came}; convert the result with .astype")
     return found
 
 
@@ -231,34 +274,86 @@ def state_fits(state: Any, sizes: Sizes) -> None:
 
 def states_merge(state: Any, other: Any) -> None:
     """Check that two states can be merged."""
-    if state is other or (
-        isinstance(state.buffer, np.ndarray)
-        and isinstance(other.buffer, np.ndarray)
-        and np.may_share_memory(state.buffer, other.buffer)
-    ):
-        raise ValueError("other: a state cannot be merged with itself (its keys would count twice)")
+    if state is other or _overlap(state.buffer, other.buffer):
+        raise ValueError(
+            "other: must be a state of other keys, got `state` itself, whose keys would count "
+            "twice; pass a state over disjoint keys"
+        )
     if state.device != other.device:
         raise ValueError(
-            f"other: both states must be on one device, got {state.device!r} and {other.device!r}"
+            f"other: must be on the device of state, {state.device!r}, got one on "
+            f"{other.device!r}; make both on one device"
         )
     if tuple(state.o.shape) != tuple(other.o.shape):
         raise ValueError(
-            f"other: expected [S, Hq, Dv] = {tuple(state.o.shape)} as in state, "
-            f"got {tuple(other.o.shape)}"
+            f"other: expected [S, Hq, Dv] = {tuple(state.o.shape)} as in state, got "
+            f"{tuple(other.o.shape)}; pass a state of the same queries"
+        )
+
+
+def out_device(found: str, expected: str) -> None:
+    """Check that a caller's output array is on the device of the state."""
+    if found != expected:
+        raise ValueError(
+            f"out: must be on the device of state, {expected!r}, got an array on {found!r}; "
+            "allocate it there, or leave it out"
         )
 
 
 def out(array: Array, shape: tuple[int, ...], dtype: Any, inputs: dict[str, Array]) -> None:
     """Check a caller's output array: exact shape and dtype, writable, apart from the inputs."""
+    on_host = not _device.is_device_array(array)
+    if on_host and (not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)):
+        raise TypeError(
+            f"out: expected a NumPy array or a CUDA array, got {type(array).__name__}; "
+            "allocate it with numpy.empty"
+        )
     if tuple(array.shape) != shape:
-        raise ValueError(f"out: expected shape [S, Hq, Dv] = {shape}, got {tuple(array.shape)}")
+        raise ValueError(
+            f"out: expected shape [S, Hq, Dv] = {shape}, got {tuple(array.shape)}; reshape it"
+        )
     if array.dtype != dtype:
-        raise TypeError(f"out: expected dtype {np.dtype(dtype).name}, got {array.dtype}")
+        raise TypeError(
+            f"out: expected dtype {np.dtype(dtype).name}, that of the result, got {array.dtype}; "
+            "allocate it with this dtype, or view it as such"
+        )
     _rows("out", array, "[S, Hq, Dv]", 3)
-    if not isinstance(array, np.ndarray):
-        return
+    if on_host:
+        _writable_apart(array, inputs)
+
+
+def _writable_apart(array: HostArray, inputs: dict[str, Array]) -> None:
+    """Check that an output array can be written without changing an input or itself."""
     if not array.flags.writeable:
-        raise ValueError("out: must be writable, got a read-only array; pass a copy")
+        raise ValueError("out: must be writable, got a read-only array; pass a copy of it")
+    if _overlaps_itself(array):
+        raise ValueError(
+            f"out: its elements must lie apart, got strides {array.strides} for shape "
+            f"{array.shape}; pass an array of its own instead of a broadcast view"
+        )
     for name, given in inputs.items():
-        if isinstance(given, np.ndarray) and np.shares_memory(array, given):
-            raise ValueError(f"out: must not overlap {name}; pass an array of its own")
+        if isinstance(given, np.ndarray) and _overlap(array, given):
+            raise ValueError(
+                f"out: must not overlap {name}, got a view of its memory; pass an array of its own"
+            )
+
+
+def _overlap(one: Array, two: Array) -> bool:
+    """Tell whether two host arrays share an element; True also where that is too hard to say."""
+    if not (isinstance(one, np.ndarray) and isinstance(two, np.ndarray)):
+        return False
+    try:
+        return bool(np.shares_memory(one, two, max_work=_OVERLAP_WORK))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _overlaps_itself(array: HostArray) -> bool:
+    """Tell whether elements may lie on one another, as in a broadcast view."""
+    end = 0  # of the memory spanned by the axes of smaller stride
+    for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if size > 1 and array.size:
+            if stride < end + array.itemsize:
+                return True
+            end += stride * (size - 1)
+    return False

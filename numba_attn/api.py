@@ -265,11 +265,7 @@ def finalize(
     _validate.is_state("state", state, AttentionState)
     dtype = _validate.output_dtype(dtype, (_arrays.BFLOAT16, _arrays.UINT16))
     if out is not None:
-        if _device.home(out=out) != state.device:
-            raise ValueError(
-                f"out: must be on the state's device, {state.device!r}, got an array on "
-                f"{_device.home(out=out)!r}"
-            )
+        _validate.out_device(_device.home(out=out), state.device)
         expected = dtype if state.device == "cpu" else _arrays.UINT16
         _validate.out(out, tuple(state.o.shape), expected, {"state": state.buffer})
     return _finish(state, state.device, dtype, return_lse, out)
