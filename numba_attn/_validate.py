@@ -40,7 +40,8 @@ def axes(name: str, array: Array, letters: str, count: int) -> None:
 def _rows(name: str, array: Array, letters: str, count: int) -> None:
     """Check the number of axes, that the last one is contiguous, and alignment."""
     axes(name, array, letters, count)
-    if array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
+    strided = 0 not in array.shape and array.shape[-1] > 1  # else strides mean nothing
+    if strided and array.strides[-1] != array.dtype.itemsize:
         raise ValueError(
             f"{name}: the last axis of {letters} must be contiguous (stride {array.dtype.itemsize} "
             f"bytes), got strides {tuple(array.strides)}; copy it with numpy.ascontiguousarray"
@@ -155,7 +156,7 @@ def _lengths(name: str, lens: HostArray, rule: str, most: int, advice: str) -> N
 
 def _block_ids(name: str, table: HostArray, lens: HostArray, sizes: Sizes) -> None:
     """Check the ids of each row's first `lens` tokens against the pool; no others are read."""
-    bad = _outside(table, sizes.num_blocks)
+    bad = _outside(table, min(sizes.num_blocks, _INT32_MAX + 1))
     if not np.count_nonzero(bad):
         return
     used = -(-lens.astype(np.int64) // sizes.block_size)
@@ -163,8 +164,8 @@ def _block_ids(name: str, table: HostArray, lens: HostArray, sizes: Sizes) -> No
     if np.count_nonzero(bad):
         row, column = divmod(int(np.argmax(bad)), table.shape[1])
         raise ValueError(
-            f"{name}: block ids in use must be from 0 to N - 1 = {sizes.num_blocks - 1}, got "
-            f"{int(table[row, column])} in row {row}, entry {column} ({int(used[row])} are in "
+            f"{name}: ids in use must be from 0 to N - 1 = {sizes.num_blocks - 1} (and fit int32), "
+            f"got {int(table[row, column])} in row {row}, entry {column} (of {int(used[row])} in "
             "use); pass ids of blocks in k_pool, or a shorter length"
         )
 

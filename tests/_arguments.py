@@ -99,3 +99,10 @@ def huge_tile(given):
     pool = np.lib.stride_tricks.as_strided(np.zeros(D, BF16), (1, 2**30, Hkv, D), (0, 0, 0, 2))
     tile = {"tile_blocks": np.zeros((S, 2), np.int32), "tile_block_counts": [1, 2]}
     return {"k_pool": pool, "v_pool": pool[..., :Dv]} | tile
+
+
+def huge_pool(given):
+    """Address a block past int32, in a pool that takes no memory."""
+    pool = np.lib.stride_tricks.as_strided(np.zeros(D, BF16), (2**33, B, Hkv, D), (0, 0, 0, 2))
+    tables = np.array([[2**31 - 1], [2**31]])
+    return {"k_pool": pool, "v_pool": pool[..., :Dv], "block_tables": tables, "seq_lens": [1, 1]}

@@ -138,14 +138,15 @@ PAGED = [
         for bad, dtype in LENGTHS
     ),
     value(
-        "block_tables: block ids in use must be from 0 to N - 1 = 4, got 5 in row 0, entry 2 (3 "
-        "are in use); pass ids of blocks in k_pool, or a shorter length",
+        "block_tables: ids in use must be from 0 to N - 1 = 4 (and fit int32), got 5 in row 0, "
+        "entry 2 (of 3 in use); pass ids of blocks in k_pool, or a shorter length",
         block_tables=[[3, 1, 5], [0, 2, -1]],
     ),
     *(
-        value(f"N - 1 = 4, got {bad} in row 1, entry 1", block_tables=row_1(0, bad, dtype=dtype))
+        value(f"int32), got {bad} in row 1, entry 1", block_tables=row_1(0, bad, dtype=dtype))
         for bad, dtype in IDS
     ),
+    value("(and fit int32), got 2147483648 in row 1, entry 0 (of 1 in use)", make.huge_pool),
     value(
         "block_tables: None means contiguous caches, one block per sequence, so k_pool must have "
         "N = S = 2 blocks, got N = 5; pass block_tables for a paged pool",
@@ -234,7 +235,9 @@ TILE = [
         "got 2147483648 in row 1; pass smaller tiles",
         make.huge_tile,
     ),
-    value("tile_blocks: block ids in use must be from 0", tile_blocks=row_1(0, -1, dtype="i4")),
+    value(
+        "tile_blocks: ids in use must be from 0 to N - 1 = 4", tile_blocks=row_1(0, -1, dtype="i4")
+    ),
 ]
 
 MERGE = [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import pathlib
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from _arguments import valid
+from _arguments import BF16, D, Dv, Hq, S, unaligned, valid
 from _wrong import CASES
 
 import numba_attn
@@ -122,3 +123,71 @@ def test_every_message_names_the_argument_what_came_and_what_to_do(monkeypatch):
         assert name in {*valid(function), *changes, "all arrays must be on one device"}
         assert "got" in rest or "on the host" in rest
         assert name == "device" or len(rest.split("; ", 1)[1]) > 5
+
+
+def same(function, **changes):
+    """Assert that changes give the bits of the valid arguments."""
+    plain, other = valid(function), valid(function) | changes
+    call(function, plain)
+    call(function, other)
+    result = "state" if function == "step_tile" else "out"
+    assert contents(plain)[result] == contents(other)[result]
+
+
+@pytest.mark.parametrize("unused", [-1, 2147480000, 2**31, 2**40, -(2**63)])
+def test_unused_entries_may_be_anything(unused):
+    tables = np.array([[3, 1, 4, unused], [0, 2, unused, unused]])
+    same("paged_attention", block_tables=tables)
+    same("step_tile", tile_blocks=tables)
+
+
+def test_unused_entries_of_uint64_may_be_anything():
+    tables = np.array([[3, 1, 4], [0, 2, 2**64 - 1]], np.uint64)
+    same("paged_attention", block_tables=tables)
+    same("step_tile", tile_blocks=tables)
+
+
+@pytest.mark.parametrize("dtype", [*"bBhHiIqQ", ">i4", ">u8"])
+def test_any_integer_dtype(dtype):
+    tables = np.array([[3, 1, 4], [0, 2, 0]], dtype)
+    same("paged_attention", block_tables=tables, seq_lens=np.array([9, 5], dtype))
+    counts, tokens = np.array([3, 2], dtype), np.array([12, 8], dtype)
+    same("step_tile", tile_blocks=tables, tile_block_counts=counts, tile_token_counts=tokens)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, range])
+def test_lists_of_ints(kind):
+    lens = range(9, 4, -4) if kind is range else kind([9, 5])
+    same("paged_attention", block_tables=[[3, 1, 4], (0, 2, -1)], seq_lens=lens)
+    same("step_tile", tile_blocks=[[3, 1, 4], (0, 2, 99)], tile_block_counts=[3, 2])
+
+
+def test_unaligned_tables():
+    given = valid("paged_attention")
+    tables, lens = (unaligned(given[name]) for name in ("block_tables", "seq_lens"))
+    tables[:], lens[:] = given["block_tables"], given["seq_lens"]
+    same("paged_attention", block_tables=tables, seq_lens=lens)
+
+
+@pytest.mark.parametrize("kind", [int, Fraction, np.float16, np.float32, np.int8, BF16.type])
+def test_any_real_scale(kind):
+    given, plain = valid("paged_attention"), valid("paged_attention")
+    call("paged_attention", given | {"scale": kind(2)})
+    call("paged_attention", plain | {"scale": 2.0})
+    assert contents(given) == contents(plain)
+    assert contents(given) != contents(valid("paged_attention"))
+
+
+def test_out_may_lie_beside_q_in_one_buffer():
+    given = valid("paged_attention")
+    packed = np.full((S, Hq, D + Dv + 3), 9, BF16)  # q, out, and something else
+    packed[:, :, :D] = given["q"]
+    same("paged_attention", q=packed[:, :, :D], out=packed[:, :, D : D + Dv])
+    assert (packed[:, :, :D] == given["q"]).all()
+    assert (packed[:, :, D + Dv :] == 9).all()
+
+
+def test_sizes_may_be_small_numpy_ints():
+    state = AttentionState(np.int8(100), np.int8(100), np.int8(3))
+    assert state.buffer.size == 100 * 100 * 5
+    assert state.o.shape == (100, 100, 3)
