@@ -66,14 +66,17 @@ def store(builder, value, address, offset):
 
 
 def prefetch(builder, address, offset):
-    """Ask for a cache line to be read into the nearest cache; never faults."""
+    """Ask for a cache line to be read into the second-level cache; never faults.
+
+    Not into the first: its few line buffers would be held until the line has come from memory.
+    """
     name, module = "llvm.prefetch.p0", builder.module
     function = module.globals.get(name)
     if function is None:
         type = ir.FunctionType(ir.VoidType(), [INT8.as_pointer(), INT32, INT32, INT32])
         function = ir.Function(module, type, name)
-    read, nearest, data = constant(0), constant(3), constant(1)
-    builder.call(function, [_pointer(builder, address, INT8, offset), read, nearest, data])
+    read, second_level, data = constant(0), constant(2), constant(1)
+    builder.call(function, [_pointer(builder, address, INT8, offset), read, second_level, data])
 
 
 def load_chunk(builder, row, offset, length):
@@ -117,13 +120,6 @@ def fma(builder, x, y, z):
 def maximum(builder, x, y):
     """Return the larger by lane; y where x is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
-
-
-def horizontal_max(builder, x):
-    """Put the largest lane in every lane; x has no NaN."""
-    for step in (8, 4, 2, 1):
-        x = maximum(builder, x, shuffle(builder, x, UNDEFINED, [i ^ step for i in range(LANES)]))
-    return x
 
 
 def lane_sums(builder, vectors):

@@ -88,9 +88,8 @@ def _attend_items(gqa, head_dim, v_head_dim):
     One is compiled per (G, D, Dv); everything else is a run-time value.
     """
     width, v_width = simd.padded(head_dim), simd.padded(v_head_dim)
-    tile_tokens = simd.tile_tokens(gqa)
-    tiles = GROUP // tile_tokens
-    logits = -(-gqa // simd.TILE_HEADS) * tiles * 16  # of one kv head
+    tile_tokens, head_lanes = simd.tile_tokens(gqa), simd.head_tiles(gqa) * 16
+    logits = simd.logits_size(gqa)
 
     @kernel
     def attend_items(counter, items, q, k_pool, v_pool, tables, sizes, scale, m, l, o):
@@ -99,15 +98,15 @@ def _attend_items(gqa, head_dim, v_head_dim):
         lead = min(max(AHEAD_BYTES // (2 * head_dim * num_kv_heads), tile_tokens), GROUP)
         rows = np.empty(2 * SPLIT + 2 * GROUP, np.int64)
         queries = _aligned(num_heads * width)
-        scores = _aligned(num_kv_heads * logits)
-        weights = _aligned(num_heads * GROUP)
-        rescale = _aligned(num_heads)
-        maxima = _aligned(num_heads)
-        sums = _aligned(num_heads * 16)  # l by lane
-        values = _aligned(num_heads * v_width)  # o in lane order
-        at_m, at_l, at_o = maxima.ctypes.data, sums.ctypes.data, values.ctypes.data
-        at_q, at_s = queries.ctypes.data, scores.ctypes.data
-        at_p, at_r = weights.ctypes.data, rescale.ctypes.data
+        weights = _aligned(num_kv_heads * logits)  # logits, then p
+        maxima = _aligned(num_kv_heads * head_lanes)
+        sums = _aligned(num_kv_heads * head_lanes)
+        rescale = _aligned(num_kv_heads * head_lanes)
+        once = _aligned(head_lanes)  # no rescale
+        values = _aligned(num_heads * v_width)  # o
+        once[:] = recurrence.ONE
+        at_q, at_p, at_m = queries.ctypes.data, weights.ctypes.data, maxima.ctypes.data
+        at_l, at_r, at_o = sums.ctypes.data, rescale.ctypes.data, values.ctypes.data
         while True:
             item = simd.fetch_add(counter.ctypes.data, 1)
             if item >= len(items):
@@ -125,36 +124,42 @@ def _attend_items(gqa, head_dim, v_head_dim):
                 k_rows = rows.ctypes.data + 16 * group
                 v_rows = k_rows + 8 * GROUP
                 # score
-                for t in range(0, count, tile_tokens):
-                    here = k_rows + 8 * t
+                for tile in range(-(-count // tile_tokens)):
+                    here = k_rows + 8 * tile * tile_tokens
                     for kv in range(num_kv_heads):
-                        query = at_q + 4 * width * gqa * kv
-                        to = at_s + 4 * logits * kv + 64 * (t // tile_tokens)
-                        simd.score(query, here, here + 8 * lead, kv * k_pool[3], to, gqa, head_dim)
+                        query, to = at_q + 4 * width * gqa * kv, at_p + 4 * logits * kv
+                        offset, ahead = kv * k_pool[3], here + 8 * lead
+                        simd.score(query, here, ahead, offset, tile, to, gqa, head_dim)
                 # absorb
-                for h in range(num_heads):
-                    kv, g = h // gqa, h % gqa
-                    tile = g // simd.TILE_HEADS * tiles * 16 + g % simd.TILE_HEADS * tile_tokens
-                    score = at_s + 4 * (logits * kv + tile)
-                    m_h, l_h, r_h, p_h = at_m + 4 * h, at_l + 64 * h, at_r + 4 * h, at_p + 64 * h
-                    simd.absorb(score, scale, np.int32(count), m_h, l_h, r_h, p_h, tile_tokens)
+                for kv in range(num_kv_heads):
+                    at = 4 * head_lanes * kv
+                    p, n = at_p + 4 * logits * kv, np.int32(count)
+                    simd.absorb(p, scale, n, at_m + at, at_l + at, at_r + at, gqa)
                 # accumulate
-                for t in range(0, count, STRIP):
-                    here, n = v_rows + 8 * t, min(STRIP, count - t)
-                    if t:
-                        rescale[:] = recurrence.ONE
+                full = count // STRIP * STRIP
+                for t in range(0, full, STRIP):
+                    here = v_rows + 8 * t
+                    ahead = here + 8 * max(lead, STRIP)
                     for kv in range(num_kv_heads):
-                        h = kv * gqa
-                        p_h, r_h = at_p + 64 * h + 4 * t, at_r + 4 * h
-                        o_h, offset = at_o + 4 * v_width * h, kv * v_pool[3]
-                        next_rows = here + 8 * STRIP
+                        p, to = at_p + 4 * logits * kv, at_o + 4 * v_width * gqa * kv
+                        factor = once.ctypes.data if t else at_r + 4 * head_lanes * kv
+                        offset = kv * v_pool[3]
                         simd.accumulate(
-                            p_h, here, next_rows, offset, n, r_h, o_h, gqa, v_head_dim, 1
+                            p, t, here, ahead, offset, factor, to, gqa, v_head_dim, STRIP
                         )
+                for t in range(full, count):
+                    here = v_rows + 8 * t
+                    for kv in range(num_kv_heads):
+                        p, to = at_p + 4 * logits * kv, at_o + 4 * v_width * gqa * kv
+                        factor = once.ctypes.data if t else at_r + 4 * head_lanes * kv
+                        offset = kv * v_pool[3]
+                        simd.accumulate(p, t, here, here, offset, factor, to, gqa, v_head_dim, 1)
             # store
+            for kv in range(num_kv_heads):
+                at, h = 4 * head_lanes * kv, num_heads * item + gqa * kv
+                to_m, to_l = m.ctypes.data + 4 * h, l.ctypes.data + 4 * h
+                simd.store_state(at_m + at, at_l + at, to_m, to_l, gqa)
             for h in range(num_heads):
-                m[item, h] = maxima[h]
-                l[item, h] = simd.lanes_total(at_l + 64 * h)
                 to = o.ctypes.data + 4 * v_head_dim * (num_heads * item + h)
                 simd.natural_order(at_o + 4 * v_width * h, to, v_head_dim)
 

@@ -4,10 +4,15 @@ Each is an intrinsic written as LLVM vectors of 16 floats, which LLVM legalises 
 take addresses; sizes that shape the code are literals (module-level intrinsics whose sizes are
 literal arguments stay in the on-disk cache).
 
-Lane order. 32 bfloat16 are 16 words; the even elements are the words shifted left by 16, the odd
+Row order. 32 bfloat16 are 16 words; the even elements are the words shifted left by 16, the odd
 ones are their upper halves: no shuffle widens a row. So a row of D elements is ceil(D / 32) chunks
 of [16 even, 16 odd] floats, zero-padded at the end. `widen` brings q into this order once, and
-`narrow` brings o back. A tail is loaded in narrower pieces: no byte outside a row is touched.
+`natural_order` brings o back. A tail is loaded in pieces: no byte outside a row is touched.
+
+Logit order. The query heads of a kv head are cut into head tiles of up to 8, a group of 16 tokens
+into token tiles of 2 or 4. With the heads padded to H, a power of two, and T tokens a tile, the
+logits of a group are [16 / T, H, T]: vectors of 16 lanes, in each of which a head has the same
+lanes. So m, l and the rescale are vectors too, and one exponential serves 8 heads.
 """
 
 from llvmlite import ir
@@ -20,10 +25,10 @@ from ._vector import (
     INT64,
     LANES,
     V16F,
+    V16I,
     constant,
     exp_nonpositive,
     fma,
-    horizontal_max,
     lane_sums,
     load,
     load_chunk,
@@ -37,18 +42,34 @@ from ._vector import (
 )
 
 CHUNK = 2 * LANES  # elements of a row widened at a time
+GROUP = 16  # tokens absorbed at a time
 TILE_HEADS = 8  # query heads in registers at a time
 LINE = 64  # bytes of a cache line
 
 
 def padded(size):
-    """Return the floats of a row of `size` in lane order: whole chunks."""
+    """Return the floats of a row of `size` in row order: whole chunks."""
     return -(-size // CHUNK) * CHUNK
 
 
 def tile_tokens(gqa):
-    """Return the tokens of a score tile: at most 16 logits of at most 8 heads."""
+    """Return T, the tokens of a token tile: at most 16 logits of at most 8 heads."""
     return 4 if gqa <= 4 else 2
+
+
+def head_tiles(gqa):
+    """Return the number of head tiles."""
+    return -(-gqa // TILE_HEADS)
+
+
+def padded_heads(heads):
+    """Return H, the heads of a tile padded to a power of two."""
+    return 1 << (heads - 1).bit_length()
+
+
+def logits_size(gqa):
+    """Return the floats of a kv head's logits of one group."""
+    return head_tiles(gqa) * padded_heads(min(gqa, TILE_HEADS)) * GROUP
 
 
 def _chunks(size):
@@ -97,17 +118,17 @@ def natural_order(typing_context, row, out, size):
 
 
 @intrinsic(prefer_literal=True)
-def score(typing_context, q, rows, ahead, offset, logits, gqa, size):
-    """Score a tile of tokens: q . k for all query heads of a kv head.
+def score(typing_context, q, rows, ahead, offset, tile, logits, gqa, size):
+    """Score a token tile: q . k for all query heads of a kv head.
 
     Parameters
     ----------
-    q : address of float32 [gqa, padded size], lane order
-    rows : address of int64 [tile_tokens(gqa)], addresses of K rows
-    ahead : address of as many int64, addresses of rows to prefetch meanwhile
+    q : address of float32 [gqa, padded size], row order
+    rows : address of int64 [T], addresses of K rows
+    ahead : address of int64 [T], addresses of rows to prefetch meanwhile
     offset : bytes from a row's address to this kv head
-    logits : address of float32 [head tiles, 16 / tokens, 16]; vector i of a head tile is for the
-        i-th token tile, so the caller adds 64 bytes a tile. Lane g * tokens + t is head g, token t.
+    tile : index of the token tile in its group
+    logits : address of the group's logits, float32 [head tiles, 16 / T, H, T]
     gqa, size : literal; query heads, head_dim
 
     Notes
@@ -119,21 +140,26 @@ def score(typing_context, q, rows, ahead, offset, logits, gqa, size):
     tokens = tile_tokens(num_heads)
 
     def codegen(context, builder, signature, args):
-        q, rows, ahead, offset, logits = args[:5]
+        q, rows, ahead, offset, tile, logits = args[:6]
         k_rows = _row_addresses(builder, rows, offset, tokens)
         lines = _line_addresses(builder, ahead, offset, tokens, 2 * columns)
-        for tile, heads in _head_tiles(builder, num_heads):
-            query = _element(builder, q, tile, 4 * TILE_HEADS * padded(columns))
-            to = _element(builder, logits, tile, 64 * (LANES // tokens))
-            _score_heads(builder, query, k_rows, lines, to, heads, columns)
-            lines = []
+        if num_heads > TILE_HEADS:  # the code of a head tile runs several times
+            while lines:
+                prefetch(builder, *lines.pop())
+        for head_tile, heads in _head_tiles(builder, num_heads):
+            query = _element(builder, q, head_tile, 4 * TILE_HEADS * padded(columns))
+            lanes = padded_heads(heads) * tokens
+            to = _element(builder, logits, head_tile, 4 * TILE_HEADS * GROUP)
+            to = _element(builder, to, tile, 4 * lanes)
+            sums = _score_heads(builder, query, k_rows, lines, heads, columns)
+            store(builder, shuffle(builder, sums, sums, range(lanes)), to, 0)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 5, gqa, size), codegen
+    return types.void(*[types.intp] * 6, gqa, size), codegen
 
 
-def _score_heads(builder, q, k_rows, lines, logits, heads, columns):
-    """Score a tile of tokens for up to 8 heads, the sums in registers; prefetch in between."""
+def _score_heads(builder, q, k_rows, lines, heads, columns):
+    """Score a token tile for up to 8 heads, the sums in registers; prefetch in between."""
     chunks = _chunks(columns)
     per_chunk = -(-len(lines) // len(chunks))
     sums = [[None] * len(k_rows) for _ in range(heads)]
@@ -147,169 +173,172 @@ def _score_heads(builder, q, k_rows, lines, logits, heads, columns):
                 query = load(builder, q, V16F, at)
                 for token, key in enumerate(keys):
                     sums[head][token] = fma(builder, query, key[half], sums[head][token])
-    store(builder, lane_sums(builder, [x for row in sums for x in row]), logits, 0)
+    return lane_sums(builder, [x for row in sums for x in row])
 
 
 @intrinsic(prefer_literal=True)
-def absorb(typing_context, logits, scale, count, m, l, rescale, p, tokens):
-    """Absorb the logits of one head's group of 16 tokens into its (m, l).
+def absorb(typing_context, logits, scale, count, m, l, rescale, gqa):
+    """Absorb the logits of a group of 16 tokens into (m, l), all query heads of a kv head.
 
     Parameters
     ----------
-    logits : address of float32 [16 / tokens] pieces of `tokens` floats, 64 bytes apart
+    logits : address of float32 [head tiles, 16 / T, H, T]; becomes the weights exp(s - m_new)
     scale : float32, factor of the logits
-    count : int32, valid tokens of the group, 1 to 16
-    m : address of float32, running maximum; updated
-    l : address of float32 [16], running sum by lane; updated
-    rescale : address of float32; receives exp(m_old - m_new), the factor for o
-    p : address of float32 [16]; receives exp(s - m_new), 0 in the invalid lanes
-    tokens : literal, tokens of a score tile
+    count : int32, valid tokens of the group, 1 to 16; the others get weight 0
+    m : address of float32 [head tiles, 16], running maximum, in every lane of a head; updated
+    l : address of float32 [head tiles, 16], running sum, by lane; updated
+    rescale : address of float32 [head tiles, 16]; receives exp(m_old - m_new), the factor for o
+    gqa : literal, query heads
 
     Notes
     -----
     exp is exp2((s - m) * log2(e)) by a polynomial: within 2 ulp, 0 below 2^-126.
     """
-    num_tokens = tokens.literal_value
+    num_heads = gqa.literal_value
+    tokens = tile_tokens(num_heads)
 
     def codegen(context, builder, signature, args):
-        logits, scale, count, m, l, rescale, p = args[:7]
-        pieces = [
-            load(builder, logits, ir.VectorType(FLOAT, num_tokens), 64 * i)
-            for i in range(LANES // num_tokens)
-        ]
-        while len(pieces) > 1:
-            width = range(2 * pieces[0].type.count)
-            pieces = [shuffle(builder, *pieces[i : i + 2], width) for i in range(0, len(pieces), 2)]
-        s = builder.fmul(pieces[0], splat(builder, scale))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(range(LANES)))
-        valid = builder.icmp_signed("<", lanes, splat(builder, count))
-        minus_inf = splat_constant(float("-inf"))
-        s = builder.select(valid, s, minus_inf)
-        m_old = splat(builder, load(builder, m, FLOAT))
-        m_new = horizontal_max(builder, maximum(builder, s, m_old))
-        # While m is -inf subtract 0: -inf - -inf is NaN.
-        unseen = builder.fcmp_ordered("==", m_new, minus_inf)
-        offset = builder.select(unseen, splat_constant(0.0), m_new)
-        factor = exp_nonpositive(builder, builder.fsub(m_old, offset))
-        weights = exp_nonpositive(builder, builder.fsub(s, offset))
-        store(builder, weights, p, 0)
-        store(builder, fma(builder, load(builder, l, V16F), factor, weights), l, 0)
-        store(builder, builder.extract_element(m_new, constant(0)), m, 0)
-        store(builder, builder.extract_element(factor, constant(0)), rescale, 0)
+        logits, scale, count, m, l, rescale = args[:6]
+        scale, count = splat(builder, scale), splat(builder, count)
+        for head_tile, heads in _head_tiles(builder, num_heads):
+            at = _element(builder, logits, head_tile, 4 * TILE_HEADS * GROUP)
+            at_m, at_l, at_r = (_element(builder, x, head_tile, 64) for x in (m, l, rescale))
+            _absorb_heads(builder, at, scale, count, (at_m, at_l, at_r), heads, tokens)
         return context.get_dummy_value()
 
     inputs = (types.intp, types.float32, types.int32)
-    return types.void(*inputs, *[types.intp] * 4, tokens), codegen
+    return types.void(*inputs, *[types.intp] * 3, gqa), codegen
+
+
+def _absorb_heads(builder, logits, scale, count, state, heads, tokens):
+    """Absorb a group's logits for one head tile."""
+    at_m, at_l, at_r = state
+    minus_inf = splat_constant(float("-inf"))
+    width = padded_heads(heads) * tokens  # lanes of one token tile
+    m_old = load(builder, at_m, V16F)
+    m_new, scores = m_old, []
+    for vector in range(padded_heads(heads)):
+        first = vector * GROUP // padded_heads(heads)
+        position = [first + lane // width * tokens + lane % tokens for lane in range(LANES)]
+        valid = builder.icmp_signed("<", ir.Constant(V16I, position), count)
+        s = builder.fmul(load(builder, logits, V16F, 64 * vector), scale)
+        scores.append(builder.select(valid, s, minus_inf))
+        m_new = maximum(builder, scores[-1], m_new)
+    for step in _head_steps(width, tokens):
+        m_new = maximum(builder, m_new, _rotate(builder, m_new, step))
+    # While m is -inf subtract 0: -inf - -inf is NaN.
+    unseen = builder.fcmp_ordered("==", m_new, minus_inf)
+    offset = builder.select(unseen, splat_constant(0.0), m_new)
+    factor = exp_nonpositive(builder, builder.fsub(m_old, offset))
+    weights = [exp_nonpositive(builder, builder.fsub(s, offset)) for s in scores]
+    for vector, weight in enumerate(weights):
+        store(builder, weight, logits, 64 * vector)
+    while len(weights) > 1:
+        weights = [builder.fadd(x, y) for x, y in zip(weights[::2], weights[1::2], strict=True)]
+    store(builder, fma(builder, load(builder, at_l, V16F), factor, weights[0]), at_l, 0)
+    store(builder, m_new, at_m, 0)
+    store(builder, factor, at_r, 0)
 
 
 @intrinsic(prefer_literal=True)
-def accumulate(typing_context, p, rows, ahead, offset, count, rescale, o, gqa, size, step):
+def accumulate(typing_context, p, first, rows, ahead, offset, rescale, o, gqa, size, count):
     """Accumulate values: o = o * rescale + the sum over tokens of p * v, all heads of a kv head.
 
     Parameters
     ----------
-    p : address of float32 [gqa, 16], the tokens' weights
+    p : address of the group's weights, float32 [head tiles, 16 / T, H, T]
+    first : the first token in the group, a multiple of T unless count is 1
     rows : address of int64 [count], addresses of V rows
     ahead : address of int64 [count], addresses of rows to prefetch meanwhile
     offset : bytes from a row's address to this kv head
-    count : intp, number of tokens, a multiple of `step`
-    rescale : address of float32 [gqa]
-    o : address of float32 [gqa, padded size], lane order; updated
-    gqa, size, step : literal; query heads, head_dim of v, tokens per turn of the loop
+    rescale : address of float32 [head tiles, 16]
+    o : address of float32 [gqa, padded size], row order; updated
+    gqa, size, count : literal; query heads, head_dim of v, tokens (1, or a multiple of T)
 
     Notes
     -----
-    The columns are cut so that heads * columns fit 16 registers; each cut is a loop over tokens.
+    The columns are cut so that heads * columns fit 16 registers.
     """
-    num_heads, columns, per_turn = (x.literal_value for x in (gqa, size, step))
+    num_heads, columns, num_rows = (x.literal_value for x in (gqa, size, count))
+    tokens = tile_tokens(num_heads)
 
     def codegen(context, builder, signature, args):
-        p, rows, ahead, offset, count, rescale, o = args[:7]
+        p, first, rows, ahead, offset, rescale, o = args[:7]
+        tile = builder.udiv(first, constant(tokens, INT64))
+        p = _element(builder, p, builder.urem(first, constant(tokens, INT64)), 4)
+        v_rows = _row_addresses(builder, rows, offset, num_rows)
+        next_rows = _row_addresses(builder, ahead, offset, num_rows)
         chunks = _chunks(columns)
-        for tile, heads in _head_tiles(builder, num_heads):
-            tile_args = (
-                _element(builder, p, tile, 4 * TILE_HEADS * LANES),
-                rows,
-                ahead,
-                offset,
-                count,
-                _element(builder, rescale, tile, 4 * TILE_HEADS),
-                _element(builder, o, tile, 4 * TILE_HEADS * padded(columns)),
-            )
+        for head_tile, heads in _head_tiles(builder, num_heads):
+            at_p = _element(builder, p, head_tile, 4 * TILE_HEADS * GROUP)
+            at_p = _element(builder, at_p, tile, 4 * padded_heads(heads) * tokens)
+            at_r = _element(builder, rescale, head_tile, 64)
+            at_o = _element(builder, o, head_tile, 4 * TILE_HEADS * padded(columns))
             width = max(1, 8 // heads)
-            for first in range(0, len(chunks), width):
-                cut = chunks[first : first + width]
-                _accumulate_columns(builder, tile_args, heads, padded(columns), cut, per_turn)
+            for c in range(0, len(chunks), width):
+                cut = chunks[c : c + width]
+                places = (at_p, at_r, at_o)
+                _accumulate_columns(
+                    builder, places, v_rows, next_rows, cut, heads, tokens, padded(columns)
+                )
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 7, gqa, size, step), codegen
+    return types.void(*[types.intp] * 7, gqa, size, count), codegen
 
 
-def _accumulate_columns(builder, args, num_heads, padded, chunks, per_turn):
-    """Loop over the tokens for a few chunks of columns, the sums of all heads in registers."""
-    p, rows, ahead, offset, count, rescale, o = args
-    places = [  # of each sum in o: head by head, chunk by chunk, even half then odd half
-        4 * (head * padded + first + LANES * half)
-        for head in range(num_heads)
+def _accumulate_columns(builder, places, v_rows, next_rows, chunks, heads, tokens, row_size):
+    """Accumulate a few chunks of columns, the sums of all heads in registers."""
+    p, rescale, o = places
+    sums = {
+        (head, first, half): 4 * (head * row_size + first + LANES * half)
+        for head in range(heads)
         for first, _ in chunks
         for half in range(2)
-    ]
-    factors = [splat(builder, load(builder, rescale, FLOAT, 4 * g)) for g in range(num_heads)]
-    start = [
-        builder.fmul(load(builder, o, V16F, place), factors[i // (2 * len(chunks))])
-        for i, place in enumerate(places)
-    ]
-    before = builder.block
-    loop, after = (builder.append_basic_block(name) for name in ("tokens", "stored"))
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    token = builder.phi(INT64)
-    token.add_incoming(constant(0, INT64), before)
-    phis = [builder.phi(V16F) for _ in start]
-    sums = list(phis)
-    for turn in range(per_turn):
-        here = builder.add(token, constant(turn, INT64))
-        _accumulate_token(builder, (p, rows, ahead, offset), here, sums, num_heads, chunks)
-    following = builder.add(token, constant(per_turn, INT64))
-    token.add_incoming(following, builder.block)
-    for phi, first, last in zip(phis, start, sums, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(last, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
-    builder.position_at_end(after)
-    for place, value in zip(places, sums, strict=True):
-        store(builder, value, o, place)
+    }
+    at = dict(sums)
+    for head in range(heads):
+        factor = splat(builder, load(builder, rescale, FLOAT, 4 * tokens * head))
+        for key in (key for key in sums if key[0] == head):
+            sums[key] = builder.fmul(load(builder, o, V16F, at[key]), factor)
+    for token, row in enumerate(v_rows):
+        first_byte, end_byte = 2 * chunks[0][0], 2 * sum(chunks[-1])
+        for line in range(first_byte, end_byte, LINE):
+            prefetch(builder, next_rows[token], line)
+        tile = 4 * padded_heads(heads) * tokens * (token // tokens)
+        weights = [
+            splat(builder, load(builder, p, FLOAT, tile + 4 * (tokens * head + token % tokens)))
+            for head in range(heads)
+        ]
+        for first, length in chunks:
+            values = widen_chunk(builder, load_chunk(builder, row, 2 * first, length))
+            for half, value in enumerate(values):
+                for head in range(heads):
+                    key = (head, first, half)
+                    sums[key] = fma(builder, weights[head], value, sums[key])
+    for key, value in sums.items():
+        store(builder, value, o, at[key])
 
 
-def _accumulate_token(builder, args, token, sums, num_heads, chunks):
-    """Add p * v of one token to the sums, in place."""
-    p, rows, ahead, offset = args
-    row, row_ahead = (
-        builder.add(load(builder, _element(builder, base, token, 8), INT64), offset)
-        for base in (rows, ahead)
-    )
-    weights = _element(builder, p, token, 4)
-    weights = [splat(builder, load(builder, weights, FLOAT, 64 * g)) for g in range(num_heads)]
-    end = chunks[-1][0] + chunks[-1][1]
-    for line in range(2 * chunks[0][0], 2 * end, LINE):
-        prefetch(builder, row_ahead, line)
-    for c, (first, length) in enumerate(chunks):
-        values = widen_chunk(builder, load_chunk(builder, row, 2 * first, length))
-        for half, value in enumerate(values):
-            for head in range(num_heads):
-                i = (head * len(chunks) + c) * 2 + half
-                sums[i] = fma(builder, weights[head], value, sums[i])
-
-
-@intrinsic
-def lanes_total(typing_context, vector):
-    """Sum the float32 [16] at an address, in a fixed tree."""
+@intrinsic(prefer_literal=True)
+def store_state(typing_context, m, l, out_m, out_l, gqa):
+    """Reduce (m, l) over the lanes of each head, in a fixed tree, into plain float32 [gqa]."""
+    num_heads = gqa.literal_value
+    tokens = tile_tokens(num_heads)
 
     def codegen(context, builder, signature, args):
-        total = lane_sums(builder, [load(builder, args[0], V16F)])
-        return builder.extract_element(total, constant(0))
+        for head_tile, heads in _head_tiles(builder, num_heads):
+            at_m, at_l = (_element(builder, x, head_tile, 64) for x in args[:2])
+            to_m, to_l = (_element(builder, x, head_tile, 4 * TILE_HEADS) for x in args[2:4])
+            largest, total = load(builder, at_m, V16F), load(builder, at_l, V16F)
+            for step in _head_steps(padded_heads(heads) * tokens, tokens):
+                total = builder.fadd(total, _rotate(builder, total, step))
+            for head in range(heads):
+                for vector, to in ((largest, to_m), (total, to_l)):
+                    element = builder.extract_element(vector, constant(head * tokens))
+                    store(builder, element, to, 4 * head)
+        return context.get_dummy_value()
 
-    return types.float32(types.intp), codegen
+    return types.void(*[types.intp] * 4, gqa), codegen
 
 
 @intrinsic
@@ -346,6 +375,16 @@ def fetch_add(typing_context, address, step):
 def _element(builder, base, index, itemsize):
     """Return base + index * itemsize."""
     return builder.add(base, builder.mul(index, constant(itemsize, INT64)))
+
+
+def _rotate(builder, x, step):
+    """Exchange lanes that differ in one bit of their number."""
+    return shuffle(builder, x, x, [lane ^ step for lane in range(LANES)])
+
+
+def _head_steps(width, tokens):
+    """Return the lane bits that a head's lanes differ in, for token tiles of `width` lanes."""
+    return [step for step in (1, 2, 4, 8) if step < tokens or step >= width]
 
 
 def _head_tiles(builder, num_heads):
