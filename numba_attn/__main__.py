@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import _check, _decode, _device, _machine, _threads
+from . import _arguments, _check, _decode, _device, _machine, _threads
 from ._progress import Progress
-from ._workloads import WORKLOADS, Workload, parse_shape
+from ._workloads import WORKLOADS, Workload
 
 _DEFAULT_WORKLOADS = "W0,W1,W2,W4"
 _LAYERS = 32
@@ -55,20 +55,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--workload",
-        type=_workload_list,
+        type=_arguments.workloads,
         metavar="W1,W3",
         help=f"workloads to measure, of {', '.join(WORKLOADS)} (default {_DEFAULT_WORKLOADS})",
     )
     parser.add_argument(
         "--shape",
-        type=_shape,
+        type=_arguments.shape,
         action="append",
         metavar="S,context,Hq/Hkv,D",
         help="your own model: sequences, tokens in the cache, query/kv heads, head_dim",
     )
     parser.add_argument("--device", choices=_device.DEVICES, default="auto")
     parser.add_argument(
-        "--threads", type=_thread_count, metavar="N", help="CPU threads (default: all usable cores)"
+        "--threads",
+        type=_arguments.thread_count,
+        metavar="N",
+        help="CPU threads (default: all usable cores)",
     )
     parser.add_argument(
         "--json", type=pathlib.Path, metavar="FILE", help="write all figures to a file"
@@ -87,36 +90,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _workload_list(text: str) -> list[Workload]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        raise argparse.ArgumentTypeError(
-            f"unknown workload {unknown[0]!r}; choose from {', '.join(WORKLOADS)}, "
-            "or give your own with --shape"
-        )
-    return [WORKLOADS[name] for name in names]
-
-
-def _shape(text: str) -> Workload:
-    try:
-        return parse_shape(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _thread_count(text: str) -> int:
-    cores = _threads.usable_cores()
-    if not text.isdecimal() or not 1 <= int(text) <= cores:
-        raise argparse.ArgumentTypeError(
-            f"expected 1 to {cores}, the cores this process may use, got {text!r}"
-        )
-    return int(text)
-
-
 def _workloads(options: argparse.Namespace) -> list[Workload]:
     """Return what was asked for; the default where nothing was."""
     chosen = [*(options.workload or []), *(options.shape or [])]
-    return chosen or _workload_list(_DEFAULT_WORKLOADS)
+    return chosen or _arguments.workloads(_DEFAULT_WORKLOADS)
 
 
 def _devices(requested: str) -> list[str]:
@@ -172,7 +149,7 @@ def _run_measurements(options: argparse.Namespace, progress: Progress) -> list[_
             workload, num_pools = effort.fit(wanted, _machine.available_memory())
             result = _decode.measure(workload, device, num_pools, effort.seconds, progress)
             progress.clear()
-            print(_row(result), "*" if workload != wanted else "", flush=True)
+            print(_row(result) + (" *" if workload != wanted else ""), flush=True)
             results.append(result)
     if any(result.workload not in options.workloads for result in results):
         print("* contexts cut to fit into memory" + (" and --quick" if options.quick else ""))
