@@ -28,7 +28,19 @@ _num_threads = usable_cores()
 
 
 def get_num_threads() -> int:
-    """Return the number of threads that CPU calls use, the calling one included."""
+    """Return the number of threads that CPU calls use, the calling one included.
+
+    Returns
+    -------
+    int
+        By default, the cores this process may use.
+
+    Examples
+    --------
+    >>> import numba_attn
+    >>> numba_attn.get_num_threads() >= 1
+    True
+    """
     return _num_threads
 
 

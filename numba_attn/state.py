@@ -64,7 +64,17 @@ class AttentionState:
 
     @classmethod
     def like(cls, q: Array, v_pool: Array) -> AttentionState:
-        """Make a state for q [S, Hq, D] and v_pool [N, B, Hkv, Dv], on the device they are on.
+        """Make a state that fits queries and values, on the device they are on.
+
+        Parameters
+        ----------
+        q : bfloat16 [S, Hq, D]
+        v_pool : bfloat16 [N, B, Hkv, Dv]
+
+        Returns
+        -------
+        AttentionState
+            Of S, Hq and Dv; empty.
 
         Examples
         --------
@@ -81,10 +91,10 @@ class AttentionState:
 
     def reset(self) -> None:
         """Return to the identity ``(-inf, 0, 0)``, in place."""
-        rows = self.m.size
-        identity = np.zeros(self.buffer.size, np.float32)
-        identity[:rows] = -np.inf
-        _arrays.overwrite(self.buffer, identity)
+        if self.device == "cuda":
+            _device.backend("cuda").reset(self)
+        else:
+            self.m[...], self.l[...], self.o[...] = -np.inf, 0, 0
 
     @property
     def lse(self) -> Array:

@@ -1,0 +1,109 @@
+"""Docstrings: every example runs, every public one is complete; signatures are the contract's."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import numba_attn
+from numba_attn import AttentionState, reference
+
+FUNCTIONS = [name for name in numba_attn.__all__ if inspect.isroutine(getattr(numba_attn, name))]
+METHODS = [f"AttentionState.{name}" for name in ("like", "reset", "lse")]
+PUBLIC = [*FUNCTIONS, "AttentionState"]
+
+# DESIGN: the fixed names of the public API
+SIGNATURES = {
+    "paged_attention": (
+        "(q, k_pool, v_pool, block_tables, seq_lens, *, scale=None, return_lse=False, out=None, "
+        "device='auto')"
+    ),
+    "AttentionState": "(num_seqs, num_q_heads, head_dim, *, device='cpu')",
+    "AttentionState.like": "(q, v_pool)",
+    "AttentionState.reset": "(self)",
+    "step_tile": (
+        "(state, q, k_pool, v_pool, tile_blocks, tile_block_counts, *, tile_token_counts=None, "
+        "scale=None)"
+    ),
+    "merge": "(state, other)",
+    "finalize": "(state, *, dtype=bfloat16, return_lse=False, out=None)",
+    "available_devices": "()",
+    "get_num_threads": "()",
+    "set_num_threads": "(num_threads)",
+}
+
+
+def find(name, root=numba_attn):
+    for part in name.split("."):
+        root = getattr(root, part)
+    return root
+
+
+def signature(target):
+    """Write a signature without its annotations."""
+    found = inspect.signature(target)
+    plain = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in found.parameters.values()
+    ]
+    text = str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    return text.replace("<class 'ml_dtypes.bfloat16'>", "bfloat16")
+
+
+def modules():
+    names = [
+        "numba_attn",
+        *(m.name for m in pkgutil.walk_packages(numba_attn.__path__, "numba_attn.")),
+    ]
+    return [name for name in names if name != "numba_attn.__main__"]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_run(name):
+    module = importlib.import_module(name)
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    assert doctest.testmod(module, optionflags=flags).failed == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_an_example(name):
+    assert ">>> " in inspect.getdoc(find(name))
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
+def test_numpydoc(name):
+    validate = pytest.importorskip("numpydoc.validate", reason="numpydoc is not installed").validate
+    # GL08 no docstring; PR parameters; RT returns; SS summary; the rest is taste or ruff's
+    codes = {"GL06", "GL07", "GL08", "PR01", "PR02", "PR03", "PR04", "PR06", "PR10", "RT01", "RT03"}
+    codes |= {"SS01", "SS02", "SS03", "SS05"}
+    errors = validate(f"numba_attn.{name}")["errors"]
+    assert not [error for error in errors if error[0] in codes]
+
+
+def test_all_is_what_is_documented():
+    assert {name.split(".")[0] for name in SIGNATURES} | {"reference"} == set(numba_attn.__all__)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    assert signature(find(name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "step_tile", "merge", "finalize"])
+def test_the_reference_has_the_same_signature(name):
+    assert signature(find(name, reference)) == SIGNATURES[name].replace(", device='auto'", "")
+
+
+def test_the_reference_state_has_the_same_names():
+    host = reference.AttentionState(2, 4, 8)
+    state = AttentionState(2, 4, 8)
+    for name in ("m", "l", "o", "lse"):
+        assert getattr(host, name).shape == getattr(state, name).shape
+    assert signature(type(host)) == SIGNATURES["AttentionState"].replace(", *, device='cpu'", "")
+
+
+def test_in_place_functions_return_none():
+    for name in ("step_tile", "merge", "AttentionState.reset", "set_num_threads"):
+        assert inspect.signature(find(name)).return_annotation == "None"

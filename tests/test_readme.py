@@ -1,0 +1,89 @@
+"""The README's snippets run as they stand, and CI runs its commands."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def fenced(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def names():
+    """Run all snippets, in order, in one namespace."""
+    names = {}
+    for number, snippet in enumerate(fenced("python")):
+        exec(compile(snippet, f"README.md, snippet {number}", "exec"), names)
+    return names
+
+
+def as_float(array):
+    return array.astype(np.float64)
+
+
+def test_the_snippets_run_and_agree(names):
+    q, k_pool, v_pool = names["q"], names["k_pool"], names["v_pool"]
+    exact, lse = names["numba_attn"].reference.paged_attention(
+        q, k_pool, v_pool, names["block_tables"], names["seq_lens"], return_lse=True
+    )
+    for name in ("tiled", "merged"):
+        np.testing.assert_allclose(as_float(names[name]), as_float(exact), rtol=0.01, atol=1e-3)
+    np.testing.assert_allclose(names["lse"], lse, rtol=1e-6)
+    # the last snippet is the contiguous cache
+    np.testing.assert_allclose(
+        as_float(names["out"]), as_float(names["exact"]), rtol=0.01, atol=1e-3
+    )
+
+
+def test_the_example_takes_about_15_lines():
+    lines = [line for line in fenced("python")[0].splitlines() if line]
+    assert len(lines) <= 16
+    assert max(map(len, lines)) <= 100
+
+
+def test_every_fence_is_known():
+    assert set(re.findall(r"^```(\w+)$", README, re.MULTILINE)) == {"python", "sh"}
+    assert len(fenced("python")) == 3
+
+
+def test_the_two_commands():
+    assert fenced("sh") == [
+        "pip install . && python -m numba_attn\n",
+        "pip install '.[test]' && pytest\n",
+    ]
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    script = ROOT / ".ci" / "run"
+    if not script.exists() or shutil.which("bash") is None:
+        pytest.skip("no .ci/run here (an sdist), or no bash")
+    listed = subprocess.run(
+        ["bash", script, "readme-commands"], capture_output=True, check=True, text=True
+    )
+    assert listed.stdout == "".join(fenced("sh"))
+
+
+def test_what_it_says_is_supported_matches_the_signatures():
+    import inspect
+
+    import numba_attn
+
+    options = set(inspect.signature(numba_attn.paged_attention).parameters)
+    row = next(line for line in README.splitlines() if line.startswith("| options |"))
+    now, later = (set(re.findall(r"`(\w+)`", cell)) for cell in row.split("|")[2:4])
+    assert now <= options
+    assert not later & options
+
+
+def test_changes_have_a_numerics_heading():
+    changes = README[README.index("## Changes") :]
+    assert re.search(r"^#+ Numerics$", changes, re.MULTILINE)
+    assert f"### {__import__('numba_attn').__version__}\n" in changes
