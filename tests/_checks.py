@@ -1,0 +1,59 @@
+"""What any right implementation passes, as functions of a backend.
+
+`test_twins.py` runs them on every implementation, `test_mutants.py` on faulty ones.
+"""
+
+import numpy as np
+from _bound import check_answer, check_state
+from _cases import Answer, absorb, attend, draw, place, tiles
+
+
+def check_attention(backend, seqs, block_size, blocks_per_tile=3):
+    """Check one call, and the same tile by tile, against the bound."""
+    paged = place(seqs, block_size)
+    check_answer(seqs, attend(backend, seqs, paged))
+    state = absorb(backend, seqs, paged, tiles(paged, blocks_per_tile))
+    check_state(seqs, backend.read(state))
+    check_answer(seqs, Answer(*backend.finalize(state, return_lse=True)))
+
+
+def ragged(backend):
+    seqs = draw(backend.size((70, 0, 1, 16, 530), (20, 0, 1)), head_dim=64)
+    check_attention(backend, seqs, 16)
+
+
+def full_blocks(backend):
+    seqs = draw(backend.size((64, 32), (16, 8)), head_dim=64, seed=1)
+    check_attention(backend, seqs, 8)
+
+
+def growing_logits(backend):
+    """Each token outweighs those before it: the maximum moves all the time, by thousands."""
+
+    def grow(q, keys, values):
+        for k in keys:
+            k *= np.linspace(1, 60, len(k)).astype(k.dtype)[:, None, None]
+        q *= q.dtype.type(40)
+
+    seqs = draw(backend.size((90, 33), (20,)), head_dim=64, num_kv_heads=1).map(grow)
+    check_attention(backend, seqs, 16, blocks_per_tile=1)
+
+
+def logits_far_below_0(backend):
+    def far(q, keys, values):
+        q.fill(64)
+        for k in keys:
+            k[:] -= k.dtype.type(64)
+
+    seqs = draw((20, 3), head_dim=128, num_kv_heads=1).map(far)
+    check_attention(backend, seqs, 8)
+
+
+def a_nan_logit(backend):
+    def spoil(q, keys, values):
+        keys[0][3, 0, 0] = np.nan
+
+    check_attention(backend, draw((20, 3)).map(spoil), 8)
+
+
+CHECKS = (ragged, full_blocks, growing_logits, logits_far_below_0, a_nan_logit)

@@ -1,0 +1,56 @@
+"""Run code in a fresh Python process, against the package under test or a changed copy of it."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numba_attn
+
+TESTS = pathlib.Path(__file__).parent
+PACKAGE = pathlib.Path(numba_attn.__file__).parent
+
+
+def environment(package=PACKAGE, **changes):
+    """Return the environment of a child; a change to None removes a variable."""
+    path = os.pathsep.join([str(package.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    merged = os.environ | {"PYTHONPATH": path} | changes
+    return {name: str(value) for name, value in merged.items() if value is not None}
+
+
+def start(code, package=PACKAGE, **changes):
+    return subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-c", code],
+        env=environment(package, **changes),
+        cwd=package.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process):
+    """Wait for a child; return what it printed."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err}"
+    return out.strip()
+
+
+def run(code, package=PACKAGE, **changes):
+    return result(start(code, package, **changes))
+
+
+def copy_of_package(folder, *edits):
+    """Copy the package and change its source: edits are (file, old text, new text)."""
+    copy = folder / "numba_attn"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, old, new in edits:
+        edit(copy / file, old, new)
+    return copy
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path.name}: {old!r} stands {text.count(old)} times"
+    path.write_text(text.replace(old, new))

@@ -1,0 +1,64 @@
+import functools
+import sys
+
+import _backends
+import hypothesis
+import pytest
+
+import numba_attn
+from numba_attn import _device
+
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+
+
+def pytest_configure() -> None:
+    tiny = _device.is_simulator()
+    hypothesis.settings.register_profile(
+        "numba_attn",
+        max_examples=3 if tiny else 20,
+        deadline=None,  # the first example compiles
+        derandomize=True,
+        database=None,
+    )
+    hypothesis.settings.load_profile("numba_attn")
+    if tiny:
+        sys.setswitchinterval(5e-4)  # threads of a block wait for each other at every barrier
+
+
+@functools.cache
+def has_device() -> bool:
+    return not _device.is_simulator() and "cuda" in numba_attn.available_devices()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and "slow" not in item.config.option.markexpr:
+        pytest.skip("slow; CI runs these too, with pytest -m 'slow or not slow'")
+    if item.get_closest_marker("gpu") and not has_device():
+        pytest.skip("no CUDA device here")
+    if item.get_closest_marker("cuda") and not (_device.is_simulator() or has_device()):
+        pytest.skip("no CUDA device here; test_simulator.py runs these in their own process")
+
+
+@pytest.fixture(scope="session", params=["reference", "cpu", CUDA])
+def backend(request: pytest.FixtureRequest) -> _backends.Backend:
+    """Each implementation, the reference included: what holds within the bound."""
+    return _backends.get(request.param)
+
+
+@pytest.fixture(scope="session", params=["cpu", CUDA])
+def twin(request: pytest.FixtureRequest) -> _backends.Backend:
+    """Each twin: what holds bit for bit."""
+    return _backends.get(request.param)
+
+
+@pytest.fixture(scope="session")
+def cpu() -> _backends.Backend:
+    return _backends.get("cpu")
+
+
+@pytest.fixture
+def threads():
+    """Give `set_num_threads`; what it set is undone after the test."""
+    before = numba_attn.get_num_threads()
+    yield numba_attn.set_num_threads
+    numba_attn.set_num_threads(before)

@@ -1,0 +1,100 @@
+"""NaN and inf in valid data: never hidden, never spread further than arithmetic does."""
+
+import numpy as np
+import pytest
+from _bound import check_answer, check_state
+from _cases import absorb, attend, draw, place, tiles
+
+TOKENS, TINY = 600, 20
+WHERE = ("first", "middle", "last")
+
+
+@pytest.fixture
+def seqs(backend):
+    """Two kv heads, two query heads each; column 0 of q is 1 and that of k is 0."""
+
+    def neutral(q, keys, values):
+        q[..., 0] = 1
+        for k in keys:
+            k[..., 0] = 0
+
+    return draw((backend.size(TOKENS, TINY), 3)).map(neutral)
+
+
+def token(seqs, where):
+    return {"first": 0, "middle": len(seqs.keys[0]) // 2, "last": -1}[where]
+
+
+def answers(backend, seqs):
+    """Give the answer of one call and of tiles, each checked against the dense softmax."""
+    paged = place(seqs, 16)
+    answer = attend(backend, seqs, paged)
+    check_answer(seqs, answer)
+    check_state(seqs, backend.read(absorb(backend, seqs, paged, tiles(paged, 1))))
+    return answer
+
+
+def with_logit(seqs, where, value):
+    """Give the logit of one token for kv head 1 of sequence 0."""
+
+    def change(q, keys, values):
+        keys[0][token(seqs, where), 1, 0] = value
+
+    return seqs.map(change)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_nan_or_inf_logit_makes_its_heads_nan(backend, seqs, where, value):
+    out, lse = answers(backend, with_logit(seqs, where, value))
+    assert np.isnan(out[0, 2:]).all()
+    assert np.isnan(lse[0, 2:]).all()
+    assert np.isfinite(out[0, :2].astype(np.float32)).all(), "the other kv head is as it was"
+    assert np.isfinite(out[1].astype(np.float32)).all(), "so is the other sequence"
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_logit_of_minus_inf_has_weight_0(backend, seqs, where):
+    out, _ = answers(backend, with_logit(seqs, where, -np.inf))
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+def test_only_logits_of_minus_inf_are_an_empty_row(backend, seqs):
+    out, lse = answers(backend, with_logit(seqs, "first", -np.inf).map(_all_minus_inf))
+    assert (out[0, 2:] == 0).all()
+    assert (lse[0, 2:] == -np.inf).all()
+    assert np.isfinite(lse[0, :2]).all()
+
+
+def _all_minus_inf(q, keys, values):
+    keys[0][:, 1, 0] = -np.inf
+
+
+def test_every_logit_nan(backend, seqs):
+    def change(q, keys, values):
+        q[0] = np.nan
+
+    out, lse = answers(backend, seqs.map(change))
+    assert np.isnan(out[0]).all()
+    assert np.isnan(lse[0]).all()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_value_shows_in_its_column(backend, seqs, where, value):
+    def change(q, keys, values):
+        values[0][token(seqs, where), 0, 5] = value
+
+    out, lse = answers(backend, seqs.map(change))
+    np.testing.assert_array_equal(out[0, :2, 5].astype(np.float32), np.float32(value))
+    rest = np.delete(out[0].astype(np.float32), 5, axis=-1)
+    assert np.isfinite(rest).all()
+    assert np.isfinite(lse).all()
+
+
+def test_inf_against_minus_inf_is_nan(backend, seqs):
+    def change(q, keys, values):
+        values[0][0, 0, 5], values[0][-1, 0, 5] = np.inf, -np.inf
+
+    out, _ = answers(backend, seqs.map(change))
+    assert np.isnan(out[0, :2, 5]).all()

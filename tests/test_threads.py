@@ -1,0 +1,162 @@
+"""Threads and processes: any number of them, from anywhere, the same bits."""
+
+import concurrent.futures
+import os
+import threading
+
+import numpy as np
+import pytest
+from _bound import assert_same_bits, check_answer
+from _cases import attend, draw, place
+from _process import run
+
+import numba_attn
+
+LENS = (1500, 0, 700, 1100, 3)
+
+
+@pytest.fixture(scope="module")
+def case():
+    seqs = draw(LENS, num_kv_heads=2)
+    return seqs, place(seqs, 16)
+
+
+def test_250_repeats_with_2_threads(cpu, case, threads):
+    threads(2)
+    first = attend(cpu, *case)
+    check_answer(case[0], first)
+    for _ in range(250):
+        assert_same_bits(*zip(first, attend(cpu, *case), strict=True))
+
+
+def test_any_number_of_threads(cpu, case, threads):
+    threads(1)
+    first = attend(cpu, *case)
+    for n in (2, 3, 16):
+        threads(n)
+        assert numba_attn.get_num_threads() == n
+        assert_same_bits(*zip(first, attend(cpu, *case), strict=True))
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_the_number_of_threads_is_at_least_1(threads, n):
+    before = numba_attn.get_num_threads()
+    with pytest.raises(ValueError, match="num_threads"):
+        threads(n)
+    assert numba_attn.get_num_threads() == before
+
+
+def test_eight_callers_at_once(cpu, threads):
+    """Callers with inputs and sizes of their own, all starting together."""
+    threads(2)
+    cases = [draw((600 + 40 * i, 5 * i), num_kv_heads=1 + i % 3, seed=i) for i in range(8)]
+    cases = [(seqs, place(seqs, 16)) for seqs in cases]
+    expected = [attend(cpu, *case) for case in cases]
+    gate = threading.Barrier(8)
+
+    def work(i):
+        gate.wait()
+        for _ in range(20):
+            answer = attend(cpu, *cases[i])
+            assert_same_bits(*zip(expected[i], answer, strict=True))
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    for (seqs, _), answer in zip(cases, expected, strict=True):
+        check_answer(seqs, answer)
+
+
+def test_states_of_several_threads_are_their_own(cpu, threads):
+    """Callers step and merge states at once."""
+    threads(2)
+    seqs = draw((530,), num_kv_heads=1)
+    paged = place(seqs, 16)
+
+    def work(_):
+        state = cpu.like(seqs.q, paged.v_pool)
+        for first in range(0, 33, 11):
+            part = cpu.like(seqs.q, paged.v_pool)
+            blocks = paged.block_tables[:, first : first + 11]
+            cpu.step_tile(part, seqs.q, paged.k_pool, paged.v_pool, blocks, np.array([11]))
+            cpu.merge(state, part)
+        return cpu.read(state)
+
+    first = work(0)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for other in pool.map(work, range(64)):
+            assert_same_bits(*zip(first, other, strict=True))
+
+
+def test_the_number_of_threads_changes_during_calls(cpu, case, threads):
+    expected = attend(cpu, *case)
+    done = threading.Event()
+
+    def change():
+        n = 0
+        while not done.is_set():
+            threads(1 + n % 4)
+            n += 1
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        for _ in range(60):
+            assert_same_bits(*zip(expected, attend(cpu, *case), strict=True))
+    finally:
+        done.set()
+        changer.join()
+
+
+FORK = """
+import os, sys, threading, warnings
+import numpy as np, numba_attn, _backends, _cases
+warnings.simplefilter("ignore")  # Python warns of a fork with threads: that is the point
+numba_attn.set_num_threads(2)
+seqs = _cases.draw((1500, 700, 3))
+paged = _cases.place(seqs, 16)
+
+def bits():
+    out, lse = _cases.attend(_backends.get("cpu"), seqs, paged)
+    return out.tobytes() + lse.tobytes()
+
+before = bits()
+child = os.fork()
+if child == 0:
+    same = bits() == before
+    grandchild = os.fork()
+    if grandchild == 0:
+        os._exit(0 if bits() == before else 3)
+    same = same and os.waitpid(grandchild, 0)[1] == 0
+    os._exit(0 if same else 3)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert status == 0, status
+assert bits() == before
+"""
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+
+
+@needs_fork
+def test_calls_in_a_forked_child_and_its_child():
+    run(FORK)
+
+
+@needs_fork
+def test_multiprocessing_by_fork():
+    run(
+        FORK.split("child = os.fork()")[0]
+        + "import multiprocessing\n"
+        + "def same(_): return bits() == before\n"
+        + "with multiprocessing.get_context('fork').Pool(3) as pool:\n"
+        + "    assert all(pool.map(same, range(9)))\n"
+    )
+
+
+def test_calls_end_with_the_interpreter():
+    """Workers do not keep a process alive, nor crash it on its way out."""
+    run(
+        "import numba_attn, _backends, _cases, threading\n"
+        "numba_attn.set_num_threads(4)\n"
+        "seqs = _cases.draw((1500, 700)); paged = _cases.place(seqs, 16)\n"
+        "_cases.attend(_backends.get('cpu'), seqs, paged)\n"
+        "threading.Thread(target=_cases.attend, args=(_backends.get('cpu'), seqs, paged)).start()\n"
+    )
