@@ -5,12 +5,13 @@ bfloat16 travels as its bits in uint16, and only this module knows: kernels see 
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from . import _device
+from . import _device, _plan
 from ._types import Array, HostArray
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -115,12 +116,43 @@ def bring(kind: str, array: Array) -> Array:
     """Return the array on a device; copies where it is elsewhere."""
     if kind == "cpu":
         return to_host(array)
-    return _device.cuda().to_device(array) if isinstance(array, np.ndarray) else array
+    if not isinstance(array, np.ndarray):
+        return array
+    return _device.cuda().to_device(np.ascontiguousarray(array))
 
 
 def overwrite(target: Array, source: Array) -> None:
     """Copy `source` into `target`, wherever the two are."""
     if isinstance(target, np.ndarray):
         target[...] = to_host(source)
-    else:
+    elif target.is_c_contiguous():
         target.copy_to_device(source)
+    else:
+        target[:] = source
+
+
+class Flat(NamedTuple):
+    """A device array as the 1-D run of memory it lies in, so that kernels see one type."""
+
+    memory: Array
+    offset: int  # of its first element
+    strides: tuple[int, ...]  # in elements
+
+
+def address(array: Array) -> int:
+    """Return where a device array's first element is."""
+    if _device.is_simulator():
+        return int(array.__array_interface__["data"][0])
+    return array.device_ctypes_pointer.value or 0
+
+
+def flatten(array: Array) -> Flat:
+    """View a device array of any strides as one run of memory, from its lowest address."""
+    size, offset, strides = _plan.span(array.shape, array.strides, array.dtype.itemsize)
+    first = address(array) - offset * array.dtype.itemsize
+    interface = {"shape": (size,), "typestr": array.dtype.str, "data": (first, False), "version": 3}
+    if _device.is_simulator():
+        memory = SimpleNamespace(__array_interface__=interface, owner=array)
+        return Flat(type(array)(np.asarray(memory)), offset, strides)
+    memory = SimpleNamespace(__cuda_array_interface__=interface, owner=array)
+    return Flat(_device.cuda().as_cuda_array(memory), offset, strides)

@@ -35,19 +35,33 @@ def is_device_array(array: Any) -> bool:
 
 def as_device_array(array: Array) -> Array:
     """Wrap anything with ``__cuda_array_interface__`` as a Numba device array, without a copy."""
-    return cuda().as_cuda_array(array)
+    return array if hasattr(array, "__cuda_ndarray__") else cuda().as_cuda_array(array)
 
 
 def cuda_problem() -> str | None:
     """Say why CUDA cannot be used here; None where it can."""
+    if is_simulator():
+        return None
     try:
-        module = cuda()
-        if is_simulator() or module.is_available():
-            return None
-        module.detect()  # raises what is_available swallowed
+        return _driver_problem(cuda())
     except Exception as error:  # whatever a broken driver or toolkit raises is the answer
-        return " ".join(str(error).split()) or type(error).__name__
-    return "Numba found no CUDA device"
+        return _one_line(error) or type(error).__name__
+
+
+def _driver_problem(module: Any) -> str | None:
+    """Say what is wrong with the driver, the toolkit or Numba's CUDA target, in this order."""
+    available = module.is_available()  # this also starts the driver
+    if (error := module.cuda_error()) is not None:
+        return f"no usable NVIDIA driver ({_one_line(error)})"
+    if getattr(module, "implementation", "") != "NVIDIA":
+        return "there is an NVIDIA driver, but the package numba-cuda is not installed"
+    if not available:
+        return "there is an NVIDIA driver, but no CUDA toolkit that Numba can use (no NVVM library)"
+    return None
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split()).rstrip(".:")
 
 
 def home(**arrays: Any) -> str:

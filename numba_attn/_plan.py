@@ -87,5 +87,107 @@ def split_items(
     begin = (np.arange(len(items), dtype=np.int32) - starts[seq]) * split_tokens
     items[:, 0] = seq
     items[:, 1] = begin
-    np.minimum(begin + split_tokens, token_counts[seq], out=items[:, 2])
+    items[:, 2] = begin + np.minimum(split_tokens, token_counts[seq] - begin)
     return items
+
+
+CUDA_SPLIT_TOKENS = 128
+"""Tokens of one split in the CUDA twin; a divisor of `SPLIT_TOKENS`."""
+
+CUDA_MAX_HEAD_DIM = 512
+"""Largest D and Dv of the CUDA twin: K/V tiles of 16 rows must fit 48 KiB of shared memory."""
+
+_CUDA_MAX_THREADS = 128
+_WARP = 32
+
+
+class Span(NamedTuple):
+    """An array as one run of memory, in elements."""
+
+    size: int  # from its lowest to its highest address
+    offset: int  # of element [0, 0, ...] from the lowest address
+    strides: tuple[int, ...]  # 0 for an axis of one element
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Span:
+    """Return the run of memory that a strided array lies in.
+
+    Parameters
+    ----------
+    shape, strides : tuple of int
+        As in NumPy: strides in bytes, possibly negative.
+    itemsize : int
+        Bytes of an element.
+
+    Raises
+    ------
+    ValueError
+        If a stride is no multiple of the item size.
+
+    Examples
+    --------
+    >>> span((3, 4), (-16, 2), 2)
+    Span(size=20, offset=16, strides=(-8, 1))
+    """
+    if 0 in shape:
+        return Span(0, 0, (0,) * len(shape))
+    if any(n > 1 and s % itemsize for n, s in zip(shape, strides, strict=True)):
+        raise ValueError(
+            f"strides must be multiples of the {itemsize} bytes of an element on CUDA, got strides "
+            f"{tuple(strides)} of shape {tuple(shape)}; copy the array"
+        )
+    steps = tuple(s // itemsize if n > 1 else 0 for n, s in zip(shape, strides, strict=True))
+    reach = [(n - 1) * step for n, step in zip(shape, steps, strict=True)]
+    offset = -sum(min(r, 0) for r in reach)
+    return Span(1 + sum(abs(r) for r in reach), offset, steps)
+
+
+class StepVariant(NamedTuple):
+    """What a CUDA step kernel is compiled for."""
+
+    head_dim: int  # D
+    v_head_dim: int  # Dv
+    wide: bool  # rows are loaded 16 bytes at a time, else 2
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: whole warps, a column of o each where there are enough."""
+        columns = max(self.head_dim, self.v_head_dim)
+        return min(_WARP * ceil_div(columns, _WARP), _CUDA_MAX_THREADS)
+
+
+def step_variant(
+    addresses: tuple[int, int],
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    head_dims: tuple[int, int],
+) -> StepVariant:
+    """Choose the step kernel for a pair of pools.
+
+    Parameters
+    ----------
+    addresses : (int, int)
+        Of the first elements of k_pool and v_pool.
+    strides : two tuples of int
+        In elements of 2 bytes, of all axes but the last; 0 for an axis of one element.
+    head_dims : (int, int)
+        D and Dv.
+
+    Raises
+    ------
+    ValueError
+        If D or Dv is above 512.
+
+    Examples
+    --------
+    >>> step_variant((64, 4096), ((2048, 128, 64), (2048, 128, 64)), (64, 64))
+    StepVariant(head_dim=64, v_head_dim=64, wide=True)
+    >>> step_variant((64, 4098), ((60, 20, 20), (60, 20, 20)), (20, 20))
+    StepVariant(head_dim=20, v_head_dim=20, wide=False)
+    """
+    if max(head_dims) > CUDA_MAX_HEAD_DIM:
+        raise ValueError(
+            f"q: D and Dv must be at most {CUDA_MAX_HEAD_DIM} on CUDA, got D = {head_dims[0]} and "
+            f"Dv = {head_dims[1]}; use device='cpu'"
+        )
+    in_bytes = (*addresses, *(2 * n for n in (*head_dims, *strides[0], *strides[1])))
+    return StepVariant(*head_dims, wide=all(n % 16 == 0 for n in in_bytes))

@@ -40,7 +40,7 @@ def axes(name: str, array: Array, letters: str, count: int) -> None:
 def _rows(name: str, array: Array, letters: str, count: int) -> None:
     """Check the number of axes, that the last one is contiguous, and alignment."""
     axes(name, array, letters, count)
-    strided = 0 not in array.shape and array.shape[-1] > 1  # else strides mean nothing
+    strided = 0 not in array.shape and array.shape[count - 1] > 1  # else strides mean nothing
     if strided and array.strides[-1] != array.dtype.itemsize:
         raise ValueError(
             f"{name}: the last axis of {letters} must be contiguous (stride {array.dtype.itemsize} "

@@ -85,3 +85,24 @@ def kernel(function: Callable[..., Any]) -> Any:
 def shared(function: Callable[..., Any]) -> Any:
     """Make a scalar function that kernels of both twins can call; it is inlined into them."""
     return numba.njit(inline="always")(function)
+
+
+def cuda_kernel(function: Callable[..., Any], threads: int | None = None) -> Any:
+    """Compile a CUDA kernel on its first launch; only here and below is ``numba.cuda`` imported.
+
+    With the number of threads of a block, the compiler knows how many registers each may use.
+    """
+    from numba import cuda
+
+    if numba.config.ENABLE_CUDASIM or threads is None:
+        return cuda.jit(function)
+    return cuda.jit(launch_bounds=threads)(function)
+
+
+def cuda_function(function: Callable[..., Any]) -> Any:
+    """Make a function that CUDA kernels call; it is inlined into them."""
+    from numba import cuda
+
+    if numba.config.ENABLE_CUDASIM:
+        return function  # the simulator's own wrapper swaps globals, a race between threads
+    return cuda.jit(device=True, inline="always")(function)
