@@ -15,6 +15,8 @@ logits of a group are [16 / T, H, T]: vectors of 16 lanes, in each of which a he
 lanes. So m, l and the rescale are vectors too, and one exponential serves 8 heads.
 """
 
+from typing import NamedTuple
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -141,7 +143,7 @@ def score(typing_context, q, rows, ahead, offset, tile, logits, gqa, size):
 
     def codegen(context, builder, signature, args):
         q, rows, ahead, offset, tile, logits = args[:6]
-        k_rows = _row_addresses(builder, rows, offset, tokens)
+        k_rows = [_row_address(builder, rows, offset, t) for t in range(tokens)]
         lines = _line_addresses(builder, ahead, offset, tokens, 2 * columns)
         if num_heads > TILE_HEADS:  # the code of a head tile runs several times
             while lines:
@@ -266,8 +268,6 @@ def accumulate(typing_context, p, first, rows, ahead, offset, rescale, o, gqa, s
         p, first, rows, ahead, offset, rescale, o = args[:7]
         tile = builder.udiv(first, constant(tokens, INT64))
         p = _element(builder, p, builder.urem(first, constant(tokens, INT64)), 4)
-        v_rows = _row_addresses(builder, rows, offset, num_rows)
-        next_rows = _row_addresses(builder, ahead, offset, num_rows)
         chunks = _chunks(columns)
         for head_tile, heads in _head_tiles(builder, num_heads):
             at_p = _element(builder, p, head_tile, 4 * TILE_HEADS * GROUP)
@@ -276,47 +276,67 @@ def accumulate(typing_context, p, first, rows, ahead, offset, rescale, o, gqa, s
             at_o = _element(builder, o, head_tile, 4 * TILE_HEADS * padded(columns))
             width = max(1, 8 // heads)
             for c in range(0, len(chunks), width):
-                cut = chunks[c : c + width]
-                places = (at_p, at_r, at_o)
-                _accumulate_columns(
-                    builder, places, v_rows, next_rows, cut, heads, tokens, padded(columns)
-                )
+                cut = _Cut(heads, tokens, chunks[c : c + width], padded(columns))
+                sums = _load_sums(builder, at_o, at_r, cut)
+                with cgutils.for_range(builder, constant(-(-num_rows // tokens), INT64)) as turn:
+                    weights = _element(builder, at_p, turn.index, 4 * cut.heads_padded * tokens)
+                    here, there = (
+                        _element(builder, x, turn.index, 8 * tokens) for x in (rows, ahead)
+                    )
+                    for t in range(min(tokens, num_rows)):
+                        row, next_row = (_row_address(builder, x, offset, t) for x in (here, there))
+                        _accumulate_token(builder, weights, t, row, next_row, sums, cut)
+                for place, total in sums.items():
+                    store(builder, builder.load(total), at_o, place)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 7, gqa, size, count), codegen
 
 
-def _accumulate_columns(builder, places, v_rows, next_rows, chunks, heads, tokens, row_size):
-    """Accumulate a few chunks of columns, the sums of all heads in registers."""
-    p, rescale, o = places
-    sums = {
-        (head, first, half): 4 * (head * row_size + first + LANES * half)
-        for head in range(heads)
-        for first, _ in chunks
-        for half in range(2)
-    }
-    at = dict(sums)
-    for head in range(heads):
-        factor = splat(builder, load(builder, rescale, FLOAT, 4 * tokens * head))
-        for key in (key for key in sums if key[0] == head):
-            sums[key] = builder.fmul(load(builder, o, V16F, at[key]), factor)
-    for token, row in enumerate(v_rows):
-        first_byte, end_byte = 2 * chunks[0][0], 2 * sum(chunks[-1])
-        for line in range(first_byte, end_byte, LINE):
-            prefetch(builder, next_rows[token], line)
-        tile = 4 * padded_heads(heads) * tokens * (token // tokens)
-        weights = [
-            splat(builder, load(builder, p, FLOAT, tile + 4 * (tokens * head + token % tokens)))
-            for head in range(heads)
-        ]
-        for first, length in chunks:
-            values = widen_chunk(builder, load_chunk(builder, row, 2 * first, length))
-            for half, value in enumerate(values):
-                for head in range(heads):
-                    key = (head, first, half)
-                    sums[key] = fma(builder, weights[head], value, sums[key])
-    for key, value in sums.items():
-        store(builder, value, o, at[key])
+class _Cut(NamedTuple):
+    """A few chunks of columns whose sums, for all heads of a tile, fit the registers."""
+
+    heads: int
+    tokens: int  # of a token tile
+    chunks: list[tuple[int, int]]
+    row_size: int  # of o, padded
+
+    @property
+    def heads_padded(self):
+        return padded_heads(self.heads)
+
+    def place(self, head, first, half):
+        """Return the byte offset in o of 16 sums."""
+        return 4 * (head * self.row_size + first + LANES * half)
+
+
+def _load_sums(builder, o, rescale, cut):
+    """Load and rescale the sums of a cut; LLVM turns the slots into registers."""
+    sums = {}
+    for head in range(cut.heads):
+        factor = splat(builder, load(builder, rescale, FLOAT, 4 * cut.tokens * head))
+        for first, _ in cut.chunks:
+            for half in range(2):
+                place = cut.place(head, first, half)
+                sums[place] = cgutils.alloca_once(builder, V16F)
+                builder.store(builder.fmul(load(builder, o, V16F, place), factor), sums[place])
+    return sums
+
+
+def _accumulate_token(builder, p, token, row, next_row, sums, cut):
+    """Add p * v of one token to the sums of a cut."""
+    weights = [
+        splat(builder, load(builder, p, FLOAT, 4 * (cut.tokens * head + token)))
+        for head in range(cut.heads)
+    ]
+    for line in range(2 * cut.chunks[0][0], 2 * sum(cut.chunks[-1]), LINE):
+        prefetch(builder, next_row, line)
+    for first, length in cut.chunks:
+        values = widen_chunk(builder, load_chunk(builder, row, 2 * first, length))
+        for half, value in enumerate(values):
+            for head, weight in enumerate(weights):
+                slot = sums[cut.place(head, first, half)]
+                builder.store(fma(builder, weight, value, builder.load(slot)), slot)
 
 
 @intrinsic(prefer_literal=True)
@@ -399,15 +419,12 @@ def _head_tiles(builder, num_heads):
         yield constant(full, INT64), rest
 
 
-def _row_addresses(builder, rows, offset, tokens):
-    """Load the rows' addresses and step to one kv head."""
-    return [builder.add(load(builder, rows, INT64, 8 * t), offset) for t in range(tokens)]
+def _row_address(builder, rows, offset, token):
+    """Load a row's address and step to one kv head."""
+    return builder.add(load(builder, rows, INT64, 8 * token), offset)
 
 
 def _line_addresses(builder, rows, offset, tokens, row_bytes):
     """Return (address, offset) of every cache line of some rows."""
-    return [
-        (row, line)
-        for row in _row_addresses(builder, rows, offset, tokens)
-        for line in range(0, row_bytes, LINE)
-    ]
+    addresses = [_row_address(builder, rows, offset, t) for t in range(tokens)]
+    return [(row, line) for row in addresses for line in range(0, row_bytes, LINE)]
