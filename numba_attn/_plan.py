@@ -6,6 +6,7 @@ size: that is what makes results bit-identical across all of them.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +90,30 @@ def split_items(
     items[:, 1] = begin
     items[:, 2] = begin + np.minimum(split_tokens, token_counts[seq] - begin)
     return items
+
+
+def cut(token_counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Return `split_starts` and `split_items`, read-only; the last few cuts are remembered.
+
+    A model asks for the same cut layer after layer.
+
+    Examples
+    --------
+    >>> starts, items = cut(np.array([513], np.int32))
+    >>> starts.tolist(), items.tolist()
+    ([0, 2], [[0, 0, 512], [0, 512, 513]])
+    """
+    return _cut(token_counts.tobytes())
+
+
+@functools.lru_cache(maxsize=16)
+def _cut(token_counts: bytes) -> tuple[IntArray, IntArray]:
+    counts = np.frombuffer(token_counts, np.int32)
+    starts = split_starts(counts)
+    items = split_items(starts, counts)
+    starts.setflags(write=False)
+    items.setflags(write=False)
+    return starts, items
 
 
 CUDA_SPLIT_TOKENS = 128

@@ -78,15 +78,14 @@ def _workers() -> ThreadPoolExecutor:
         return _pool
 
 
-def run(task: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> None:
-    """Call `task` once per argument tuple, the first in the calling thread, and wait for all.
+def run(task: Callable[..., Any], args: tuple[Any, ...], num_threads: int) -> None:
+    """Call ``task(*args)`` in several threads, this one among them, and wait for all.
 
-    A call that no worker has begun when the first returns is dropped: its work is done by then.
+    A call that no worker has begun when this thread's returns is dropped: its work is done by then.
     """
-    helpers = arguments[1:]
-    futures = [_workers().submit(task, *args) for args in helpers] if helpers else []
+    futures = [_workers().submit(task, *args) for _ in range(num_threads - 1)]
     try:
-        task(*arguments[0])
+        task(*args)
     finally:
         for future in futures:
             if not future.cancel():

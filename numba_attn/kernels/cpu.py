@@ -6,6 +6,8 @@ partial state, and the partials are folded into the state in item order.
 """
 
 import functools
+import threading
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +18,8 @@ from ._jit import kernel, shared
 GROUP = _plan.GROUP_TOKENS
 SPLIT = _plan.SPLIT_TOKENS
 STRIP = 8  # tokens per load and store of o
-AHEAD_BYTES = 8192  # how far ahead of the reads the prefetches run
+AHEAD_BYTES = 16384  # how far the prefetches run ahead of the reads
+SERIAL_BYTES = 1 << 20  # K/V bytes that are read in less time than it takes to wake a thread
 
 
 def step_tile(state, q, k_pool, v_pool, tables, token_counts, scale):
@@ -32,18 +35,19 @@ def step_tile(state, q, k_pool, v_pool, tables, token_counts, scale):
     token_counts : int32 [S]
     scale : float32
     """
-    starts = _plan.split_starts(token_counts)
-    items = _plan.split_items(starts, token_counts)
+    starts, items = _plan.cut(token_counts)
     if len(items) == 0:
         return
-    partials = _Partials(len(items), *state.o.shape[1:])
+    num_kv_heads, head_dim, v_head_dim = k_pool.shape[2], k_pool.shape[3], v_pool.shape[3]
+    attend_items = _attend_items(q.shape[1] // num_kv_heads, head_dim, v_head_dim)
+    partials = _partials((len(items), q.shape[1], v_head_dim))
     counter = np.zeros(1, np.int64)
-    attend_items = _attend_items(q.shape[1] // k_pool.shape[2], q.shape[2], v_pool.shape[3])
-    pools = (_locate(k_pool), _locate(v_pool), _locate(tables))
-    sizes = (k_pool.shape[1], k_pool.shape[2])
-    args = (counter, items, _locate(q), *pools, sizes, scale, partials.m, partials.l, partials.o)
-    workers = min(_threads.get_num_threads(), len(items))
-    _threads.run(attend_items, [args] * workers)
+    sizes = (k_pool.shape[1], num_kv_heads)
+    inputs = (_locate(q), _locate(k_pool), _locate(v_pool), _locate(tables))
+    args = (counter, items, *inputs, sizes, scale, *partials)
+    token_bytes = 2 * num_kv_heads * (head_dim + v_head_dim)
+    useful = 1 + len(items) * SPLIT * token_bytes // SERIAL_BYTES
+    _threads.run(attend_items, args, min(_threads.get_num_threads(), len(items), useful))
     merge_splits(state, partials, starts)
 
 
@@ -62,18 +66,33 @@ def merge_splits(state, partials, starts):
 
 def finalize(state, out, lse):
     """Write o / l as bfloat16 bits [S, Hq, Dv] and the log-sum-exp [S, Hq]."""
-    bits = np.empty(state.o.shape, np.uint16)
+    bits = out if out.flags.c_contiguous else np.empty(out.shape, np.uint16)
     _finalize(state.m, state.l, state.o, bits, lse)
-    out[...] = bits
+    if bits is not out:
+        out[...] = bits
 
 
-class _Partials:
+class _Partials(NamedTuple):
     """Partial states of n work items."""
 
-    def __init__(self, n, num_q_heads, v_head_dim):
-        self.m = np.empty((n, num_q_heads), np.float32)
-        self.l = np.empty((n, num_q_heads), np.float32)
-        self.o = np.empty((n, num_q_heads, v_head_dim), np.float32)
+    m: np.ndarray  # [n, Hq]
+    l: np.ndarray  # [n, Hq]
+    o: np.ndarray  # [n, Hq, Dv]
+
+
+_scratch = threading.local()
+
+
+def _partials(shape):
+    """Return partials [n, Hq, Dv] to write into: this thread's last ones, where the shape fits.
+
+    Fresh memory would be mapped and cleared by the system at every call.
+    """
+    last = getattr(_scratch, "partials", None)
+    if last is None or last.o.shape != shape:
+        m, l = (np.empty(shape[:2], np.float32) for _ in range(2))
+        _scratch.partials = last = _Partials(m, l, np.empty(shape, np.float32))
+    return last
 
 
 def _locate(array):
@@ -132,28 +151,26 @@ def _attend_items(gqa, head_dim, v_head_dim):
                         simd.score(query, here, ahead, offset, tile, to, gqa, head_dim)
                 # absorb
                 for kv in range(num_kv_heads):
-                    at = 4 * head_lanes * kv
-                    p, n = at_p + 4 * logits * kv, np.int32(count)
-                    simd.absorb(p, scale, n, at_m + at, at_l + at, at_r + at, gqa)
+                    at, p = 4 * head_lanes * kv, at_p + 4 * logits * kv
+                    simd.absorb(p, scale, np.int32(count), at_m + at, at_l + at, at_r + at, gqa)
                 # accumulate
-                full = count // STRIP * STRIP
-                for t in range(0, full, STRIP):
+                strips = count // STRIP
+                for strip in range(strips + count % STRIP):  # whole strips, then single tokens
+                    t = STRIP * strip if strip < strips else strip + (STRIP - 1) * strips
                     here = v_rows + 8 * t
                     ahead = here + 8 * max(lead, STRIP)
                     for kv in range(num_kv_heads):
                         p, to = at_p + 4 * logits * kv, at_o + 4 * v_width * gqa * kv
                         factor = once.ctypes.data if t else at_r + 4 * head_lanes * kv
                         offset = kv * v_pool[3]
-                        simd.accumulate(
-                            p, t, here, ahead, offset, factor, to, gqa, v_head_dim, STRIP
-                        )
-                for t in range(full, count):
-                    here = v_rows + 8 * t
-                    for kv in range(num_kv_heads):
-                        p, to = at_p + 4 * logits * kv, at_o + 4 * v_width * gqa * kv
-                        factor = once.ctypes.data if t else at_r + 4 * head_lanes * kv
-                        offset = kv * v_pool[3]
-                        simd.accumulate(p, t, here, here, offset, factor, to, gqa, v_head_dim, 1)
+                        if strip < strips:
+                            simd.accumulate(
+                                p, t, here, ahead, offset, factor, to, gqa, v_head_dim, STRIP
+                            )
+                        else:
+                            simd.accumulate(
+                                p, t, here, ahead, offset, factor, to, gqa, v_head_dim, 1
+                            )
             # store
             for kv in range(num_kv_heads):
                 at, h = 4 * head_lanes * kv, num_heads * item + gqa * kv
