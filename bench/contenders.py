@@ -87,7 +87,7 @@ def torch_matmul_contiguous(step):
 
 
 def vllm_paged(step):
-    """The CPU kernel of vLLM over its own paged layout; VLLM_SO is the path of its `_C.abi3.so`."""
+    """Run the CPU kernel of vLLM over its own layout; VLLM_SO is the path of its `_C.abi3.so`."""
     import torch
 
     ops = _vllm_ops()

@@ -1,6 +1,8 @@
 import itertools
 import statistics
+import time
 
+import compare
 import contenders
 import pytest
 
@@ -36,9 +38,10 @@ def test_decode(benchmark, name, device):
     if device == "cpu":
         calls["numpy"] = [contenders.numpy_gather(step) for step in steps]
     rotation = itertools.cycle(calls["attention"])
+    time.sleep(compare.BURSTS["rest"])  # NumPy's threads spin after the check
     benchmark(lambda: next(rotation)())
 
-    times = _measure.in_turn(calls, effort.seconds)
+    times = _measure.in_turn(calls, effort.seconds, **compare.BURSTS)
     median = {contender: statistics.median(values) for contender, values in times.items()}
     benchmark.extra_info.update(
         kv_bytes=workload.kv_bytes,

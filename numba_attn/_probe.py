@@ -96,6 +96,6 @@ def _reader(step: Step, pieces: Pieces, pieces_per_item: int) -> Callable[[], No
 
     def read() -> None:
         arguments = (np.zeros(1, np.int64), k_words, v_words, pieces, pieces_per_item)
-        _threads.run(_read, [arguments] * min(_threads.get_num_threads(), items))
+        _threads.run(_read, arguments, min(_threads.get_num_threads(), items))
 
     return read
