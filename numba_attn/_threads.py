@@ -7,7 +7,9 @@ the pool's workers. The pool is made anew after a fork.
 
 from __future__ import annotations
 
+import math
 import os
+import pathlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +20,36 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def usable_cores() -> int:
-    """Count the cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Count the cores this process may use: its affinity, and the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, math.ceil(min(cores or 1, _quota())))
 
 
-_num_threads = usable_cores()
+def _quota(root: str = "/sys/fs/cgroup") -> float:
+    """Return the cores that a control group (a container) grants; infinity without a limit."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            texts = [pathlib.Path(root, file).read_text() for file in files]
+            quota, period = (float(word) for word in " ".join(texts).split())
+        except (OSError, ValueError):  # another version of control groups, or "max": no limit
+            continue
+        return quota / period if quota > 0 else math.inf
+    return math.inf
+
+
+def _default_num_threads() -> int:
+    """Return NUMBA_ATTN_NUM_THREADS, or the usable cores."""
+    text = os.environ.get("NUMBA_ATTN_NUM_THREADS", "")
+    if not text:
+        return usable_cores()
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"NUMBA_ATTN_NUM_THREADS: must be a whole number, at least 1, got {text!r}"
+        )
+    return int(text)
+
+
+_num_threads = _default_num_threads()
 
 
 def get_num_threads() -> int:
@@ -33,7 +58,8 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        By default, the cores this process may use.
+        By default the environment variable ``NUMBA_ATTN_NUM_THREADS``, else the cores this process
+        may use (affinity and container limits respected).
 
     Examples
     --------

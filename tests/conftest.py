@@ -31,8 +31,6 @@ def has_device() -> bool:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("slow") and "slow" not in item.config.option.markexpr:
-        pytest.skip("slow; CI runs these too, with pytest -m 'slow or not slow'")
     if item.get_closest_marker("gpu") and not has_device():
         pytest.skip("no CUDA device here")
     if item.get_closest_marker("cuda") and not (_device.is_simulator() or has_device()):
@@ -57,8 +55,9 @@ def cpu() -> _backends.Backend:
 
 
 @pytest.fixture
-def threads():
-    """Give `set_num_threads`; what it set is undone after the test."""
+def threads(monkeypatch):
+    """Give `set_num_threads`; what it set is undone after the test. Small work is threaded too."""
+    monkeypatch.setattr("numba_attn.kernels.cpu.SERIAL_BYTES", 1)
     before = numba_attn.get_num_threads()
     yield numba_attn.set_num_threads
     numba_attn.set_num_threads(before)

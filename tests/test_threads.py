@@ -11,6 +11,7 @@ from _cases import attend, draw, place
 from _process import run
 
 import numba_attn
+from numba_attn import _threads
 
 LENS = (1500, 0, 700, 1100, 3)
 
@@ -36,6 +37,16 @@ def test_any_number_of_threads(cpu, case, threads):
         threads(n)
         assert numba_attn.get_num_threads() == n
         assert_same_bits(*zip(first, attend(cpu, *case), strict=True))
+
+
+def test_tiny_work_stays_on_the_calling_thread(cpu, monkeypatch):
+    tiny, large = ((seqs, place(seqs, 16)) for seqs in (draw((16, 16)), draw((600, 3000))))
+    used = []
+    monkeypatch.setattr(_threads, "run", lambda task, args, n: used.append(n) or task(*args))
+    monkeypatch.setattr(_threads, "_num_threads", 2)
+    for case in (tiny, large):
+        check_answer(case[0], attend(cpu, *case))
+    assert used == [1, 2]
 
 
 @pytest.mark.parametrize("n", [0, -1])
@@ -160,3 +171,44 @@ def test_calls_end_with_the_interpreter():
         "_cases.attend(_backends.get('cpu'), seqs, paged)\n"
         "threading.Thread(target=_cases.attend, args=(_backends.get('cpu'), seqs, paged)).start()\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, float("inf")),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, float("inf")),
+        ({}, float("inf")),
+    ],
+)
+def test_the_quota_of_a_container_is_read(tmp_path, files, cores):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+    assert _threads._quota(str(tmp_path)) == cores
+
+
+def test_the_quota_limits_the_default(monkeypatch):
+    monkeypatch.setattr(_threads, "_quota", lambda: 0.5)
+    assert _threads.usable_cores() == 1
+    monkeypatch.setattr(_threads, "_quota", lambda: float("inf"))
+    if hasattr(os, "sched_getaffinity"):
+        assert _threads.usable_cores() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("number", ["1", "3"])
+def test_the_environment_sets_the_number_of_threads(number):
+    run(
+        f"import numba_attn; assert numba_attn.get_num_threads() == {number}",
+        NUMBA_ATTN_NUM_THREADS=number,
+    )
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
+def test_a_wrong_number_of_threads_in_the_environment_is_an_error(monkeypatch, text):
+    monkeypatch.setenv("NUMBA_ATTN_NUM_THREADS", text)
+    with pytest.raises(ValueError, match=f"NUMBA_ATTN_NUM_THREADS: must be .*, got '{text}'"):
+        _threads._default_num_threads()

@@ -1,0 +1,202 @@
+"""The CPU twin's vector building blocks against NumPy, over odd sizes."""
+
+import functools
+
+import ml_dtypes
+import numba
+import numpy as np
+import pytest
+
+from numba_attn.kernels import simd
+
+SIZES = [1, 2, 13, 31, 32, 33, 48, 63, 80, 113]
+RATIOS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 19]
+EPS = 2.0**-24
+
+
+def bfloat16(rng, *shape):
+    return rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def row_order(rows):
+    """Permute float32 [..., D] into chunks of [16 even, 16 odd], zero-padded."""
+    size = rows.shape[-1]
+    wide = np.zeros((*rows.shape[:-1], simd.padded(size)), np.float32)
+    wide[..., :size] = rows
+    chunks = wide.reshape(*rows.shape[:-1], -1, 16, 2)
+    return np.ascontiguousarray(chunks.swapaxes(-1, -2)).reshape(wide.shape)
+
+
+def head_lanes(gqa):
+    """Return for each head its tile and its lanes in a vector of a group's logits."""
+    tokens = simd.tile_tokens(gqa)
+    for head in range(gqa):
+        tile, g = divmod(head, simd.TILE_HEADS)
+        heads = min(simd.TILE_HEADS, gqa - tile * simd.TILE_HEADS)
+        padded = simd.padded_heads(heads)
+        yield tile, padded, [i for i in range(16) if i // tokens % padded == g]
+
+
+def logits_of(gqa, vectors, head):
+    """Read one head's 16 logits out of the group's vectors."""
+    tokens = simd.tile_tokens(gqa)
+    tile, padded, _ = list(head_lanes(gqa))[head]
+    flat = vectors[tile * simd.TILE_HEADS * 16 :][: padded * 16]
+    return flat.reshape(16 // tokens, padded, tokens)[:, head % simd.TILE_HEADS].reshape(16)
+
+
+@functools.cache
+def kernel(name, *sizes):
+    """Compile a call of a building block with literal sizes."""
+    block = getattr(simd, name)
+    arguments = {
+        "widen": "row, out",
+        "natural_order": "row, out",
+        "score": "q, rows, ahead, offset, tile, logits",
+        "absorb": "logits, scale, count, m, l, rescale",
+        "accumulate": "p, first, rows, ahead, offset, rescale, o",
+        "store_state": "m, l, out_m, out_l",
+    }[name]
+    literals = ", ".join(map(str, sizes))
+    scope = {"block": block}
+    exec(f"def call({arguments}):\n    block({arguments}, {literals})", scope)
+    return numba.njit(scope["call"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_widen_and_natural_order(size):
+    row = bfloat16(np.random.default_rng(size), size)
+    wide = np.full(simd.padded(size) + 1, np.nan, np.float32)
+    kernel("widen", size)(address(row), address(wide))
+    np.testing.assert_array_equal(wide[:-1], row_order(row.astype(np.float32)))
+    assert np.isnan(wide[-1])
+    back = np.full(size + 1, np.nan, np.float32)
+    kernel("natural_order", size)(address(wide), address(back))
+    np.testing.assert_array_equal(back[:-1], row.astype(np.float32))
+    assert np.isnan(back[-1])
+
+
+@pytest.mark.parametrize(("gqa", "size"), [*((g, 33) for g in RATIOS), *((4, d) for d in SIZES)])
+def test_score(gqa, size):
+    rng = np.random.default_rng(gqa * 1000 + size)
+    q, k = bfloat16(rng, gqa, size), bfloat16(rng, 16, 3, size)
+    wide_q = row_order(q.astype(np.float32))
+    rows = np.array([address(k[t]) for t in range(16)], np.int64)
+    logits = np.full(simd.logits_size(gqa), np.nan, np.float32)
+    tokens, offset = simd.tile_tokens(gqa), 2 * 2 * size  # the third kv head
+    for tile in range(16 // tokens):
+        here = address(rows[tile * tokens :])
+        kernel("score", gqa, size)(address(wide_q), here, here, offset, tile, address(logits))
+    exact = q.astype(np.float64) @ k[:, 2].astype(np.float64).T
+    bound = (
+        (simd.padded(size) / 16 + 5) * EPS * (abs(q.astype(float)) @ abs(k[:, 2].astype(float)).T)
+    )
+    for head in range(gqa):
+        assert (abs(logits_of(gqa, logits, head) - exact[head]) <= bound[head]).all()
+
+
+@pytest.mark.parametrize("gqa", RATIOS)
+@pytest.mark.parametrize("count", [1, 5, 16])
+def test_absorb(gqa, count):
+    rng = np.random.default_rng(gqa * 100 + count)
+    scale, tiles = np.float32(0.25), simd.head_tiles(gqa)
+    raw = (40 * rng.standard_normal(simd.logits_size(gqa))).astype(np.float32)
+    before = [logits_of(gqa, raw, h).astype(np.float64) * 0.25 for h in range(gqa)]
+    poisoned = raw.copy()
+    marks = np.arange(len(raw), dtype=np.float32)
+    for h in range(gqa):  # what lies past the count is poison
+        for place in logits_of(gqa, marks, h)[count:]:
+            poisoned[int(place)] = np.nan
+    m = np.full((tiles, 16), -np.inf, np.float32)
+    m_old = np.where(np.arange(gqa) % 2, 3.0, -np.inf)
+    l = np.zeros((tiles, 16), np.float32)
+    for h, (tile, _, lanes) in enumerate(head_lanes(gqa)):
+        m[tile, lanes] = m_old[h]
+        l[tile, lanes] = 0 if m_old[h] == -np.inf else 0.5
+    rescale = np.full((tiles, 16), np.nan, np.float32)
+    where = [address(x) for x in (m, l, rescale)]
+    kernel("absorb", gqa)(address(poisoned), scale, np.int32(count), *where)
+    for h, (tile, _, lanes) in enumerate(head_lanes(gqa)):
+        s = before[h][:count]
+        m_new = max(m_old[h], s.max())
+        p = logits_of(gqa, poisoned, h)
+        expected = np.exp(s - m_new)
+        assert (m[tile, lanes] == np.float32(m_new)).all()
+        # (s - m) * log2(e) is rounded at up to 126, then the polynomial: 2 ulp at p = 1.
+        assert (
+            abs(p[:count] - expected) <= (2 + abs(s - m_new)) * 2 * EPS * expected + 1e-38
+        ).all()
+        assert (p[count:] == 0).all()
+        factor = 0.0 if m_old[h] == -np.inf else np.exp(m_old[h] - m_new)
+        np.testing.assert_allclose(rescale[tile, lanes], factor, rtol=1e-5)
+        start = 0.0 if m_old[h] == -np.inf else 0.5 * len(lanes)
+        np.testing.assert_allclose(l[tile, lanes].sum(), start * factor + expected.sum(), rtol=1e-5)
+
+
+def test_absorb_survives_logits_of_minus_infinity_and_shows_nan():
+    m, l, rescale = (np.full((1, 16), x, np.float32) for x in (-np.inf, 0, np.nan))
+    where = [address(x) for x in (m, l, rescale)]
+    logits = np.full(simd.logits_size(1), -np.inf, np.float32)
+    kernel("absorb", 1)(address(logits), np.float32(1), np.int32(16), *where)
+    assert (logits == 0).all()
+    assert (m == -np.inf).all()
+    assert (l == 0).all()
+    logits[:] = 1
+    logits[3] = np.nan
+    kernel("absorb", 1)(address(logits), np.float32(1), np.int32(16), *where)
+    assert np.isnan(logits[3])
+    assert np.isnan(l.sum())
+    assert (m == 1).all()
+
+
+@pytest.mark.parametrize(("gqa", "size"), [*((g, 48) for g in RATIOS), *((7, d) for d in SIZES)])
+@pytest.mark.parametrize("count", [1, 8])
+def test_accumulate(gqa, size, count):
+    rng = np.random.default_rng(gqa * 1000 + size + count)
+    first = 11 if count == 1 else 8
+    v = bfloat16(rng, 16, 2, size)
+    rows = np.array([address(v[t]) for t in range(16)], np.int64)
+    weights = rng.random(simd.logits_size(gqa)).astype(np.float32)
+    o = rng.standard_normal((gqa, size)).astype(np.float32)
+    rescale = np.zeros((simd.head_tiles(gqa), 16), np.float32)
+    factors = rng.random(gqa).astype(np.float32)
+    for h, (tile, _, lanes) in enumerate(head_lanes(gqa)):
+        rescale[tile, lanes] = factors[h]
+    sums, offset = row_order(o), 2 * size  # the second kv head
+    kernel("accumulate", gqa, size, count)(
+        address(weights),
+        first,
+        address(rows[first:]),
+        address(rows[first:]),
+        offset,
+        address(rescale),
+        address(sums),
+    )
+    back = np.empty((gqa, size), np.float32)
+    for h in range(gqa):
+        kernel("natural_order", size)(address(sums[h]), address(back[h]))
+    used = slice(first, first + count)
+    p = np.array([logits_of(gqa, weights, h)[used] for h in range(gqa)], np.float64)
+    expected = o * factors[:, None].astype(np.float64) + p @ v[used, 1].astype(np.float64)
+    bound = (count + 2) * EPS * (abs(o) * factors[:, None] + p @ abs(v[used, 1].astype(float)))
+    assert (abs(back - expected) <= bound).all()
+
+
+@pytest.mark.parametrize("gqa", RATIOS)
+def test_store_state(gqa):
+    rng = np.random.default_rng(gqa)
+    l = rng.random((simd.head_tiles(gqa), 16)).astype(np.float32)
+    m = np.zeros_like(l)
+    for h, (tile, _, lanes) in enumerate(head_lanes(gqa)):
+        m[tile, lanes] = h
+    out_m, out_l = (np.full(gqa + 1, np.nan, np.float32) for _ in range(2))
+    kernel("store_state", gqa)(*(address(x) for x in (m, l, out_m, out_l)))
+    np.testing.assert_array_equal(out_m[:-1], np.arange(gqa))
+    sums = [l[tile, lanes].sum(dtype=np.float64) for tile, _, lanes in head_lanes(gqa)]
+    np.testing.assert_allclose(out_l[:-1], sums, rtol=16 * EPS)
+    assert np.isnan(out_m[-1])
+    assert np.isnan(out_l[-1])
