@@ -8,6 +8,7 @@ the pool's workers. The pool is made anew after a fork.
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import pathlib
 import threading
@@ -44,7 +45,8 @@ def _default_num_threads() -> int:
         return usable_cores()
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(
-            f"NUMBA_ATTN_NUM_THREADS: must be a whole number, at least 1, got {text!r}"
+            f"NUMBA_ATTN_NUM_THREADS: must be a whole number, at least 1, got {text!r}; "
+            "unset it to use all cores"
         )
     return int(text)
 
@@ -80,8 +82,10 @@ def set_num_threads(num_threads: int) -> None:
 
     Raises
     ------
+    TypeError
+        If `num_threads` is no integer.
     ValueError
-        If `num_threads` is below 1.
+        If it is below 1.
 
     Examples
     --------
@@ -89,8 +93,15 @@ def set_num_threads(num_threads: int) -> None:
     >>> numba_attn.set_num_threads(numba_attn.get_num_threads())
     """
     global _num_threads, _pool
+    given: Any = num_threads
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        raise TypeError(
+            f"num_threads: expected an integer, got {type(given).__name__}; pass an int"
+        )
     if num_threads < 1:
-        raise ValueError(f"num_threads: must be at least 1, got {num_threads}")
+        raise ValueError(
+            f"num_threads: must be at least 1, got {num_threads}; 1 is the calling thread alone"
+        )
     with _lock:
         _num_threads = int(num_threads)
         _pool = None  # calls in flight keep theirs; idle workers end with it

@@ -32,6 +32,7 @@ def valid(function):
         "AttentionState": {"num_seqs": S, "num_q_heads": Hq, "head_dim": Dv},
         "AttentionState.like": {"q": q, "v_pool": v_pool},
         "set_num_threads": {"num_threads": numba_attn.get_num_threads()},
+        "_threads._default_num_threads": {},
     }[function]
 
 

@@ -294,7 +294,19 @@ LIKE = [
     value("v_pool: expected 4 axes [N, B, Hkv, Dv], got shape (3,)", v_pool=np.zeros(3)),
 ]
 
-THREADS = [value("num_threads: must be at least 1, got 0", num_threads=0)]
+THREADS = [
+    kind("num_threads: expected an integer, got float; pass an int", num_threads=2.0),
+    kind("num_threads: expected an integer, got str", num_threads="2"),
+    value("num_threads: must be at least 1, got 0; 1 is the calling thread alone", num_threads=0),
+]
+
+VARIABLE = "NUMBA_ATTN_NUM_THREADS"
+ENVIRONMENT = [
+    value(
+        f"{VARIABLE}: must be a whole number, at least 1, got {text!r}; unset", **{VARIABLE: text}
+    )
+    for text in ("0", "-1", "2.0", "all", " ")
+]
 
 TABLES = {
     "paged_attention": INPUTS + PAGED,
@@ -304,5 +316,6 @@ TABLES = {
     "AttentionState": STATE,
     "AttentionState.like": LIKE,
     "set_num_threads": THREADS,
+    "_threads._default_num_threads": ENVIRONMENT,
 }
 CASES = [(function, *case) for function, cases in TABLES.items() for case in cases]
