@@ -1,6 +1,7 @@
 import io
 import itertools
 
+import numba
 import numpy as np
 import pytest
 
@@ -32,13 +33,10 @@ def test_a_probe_reads_every_word_of_its_pieces(pieces_per_item):
 
 
 def test_the_read_loop_is_vectorised():
-    (step,) = make_steps(RAGGED, 1)
-    _probe.block_order(step)()
-    assert any(
-        f"xor <{width} x i64>" in ir
-        for ir in _probe._fold.inspect_llvm().values()
-        for width in (2, 4, 8)
-    )
+    jitted = numba.njit(_probe._fold.py_func)  # afresh: what is cached on disk has no listing
+    jitted(np.zeros(64, np.uint64))
+    (ir,) = jitted.inspect_llvm().values()
+    assert any(f"load <{width} x i64>" in ir for width in (2, 4, 8))
 
 
 def test_block_pieces_follow_the_table_up_to_each_length():
