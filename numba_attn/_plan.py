@@ -176,7 +176,7 @@ class StepVariant(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads of a block: whole warps, a column of o each where there are enough."""
+        """Threads of a block: whole warps, one thread a column where that suffices."""
         columns = max(self.head_dim, self.v_head_dim)
         return min(_WARP * ceil_div(columns, _WARP), _CUDA_MAX_THREADS)
 

@@ -1,5 +1,4 @@
 import functools
-import sys
 
 import _backends
 import hypothesis
@@ -21,8 +20,6 @@ def pytest_configure() -> None:
         database=None,
     )
     hypothesis.settings.load_profile("numba_attn")
-    if tiny:
-        sys.setswitchinterval(5e-4)  # threads of a block wait for each other at every barrier
 
 
 @functools.cache

@@ -87,16 +87,18 @@ def shared(function: Callable[..., Any]) -> Any:
     return numba.njit(inline="always")(function)
 
 
-def cuda_kernel(function: Callable[..., Any], threads: int | None = None) -> Any:
+def cuda_kernel(
+    function: Callable[..., Any], launch_bounds: tuple[int, int] | None = None
+) -> Any:
     """Compile a CUDA kernel on its first launch; only here and below is ``numba.cuda`` imported.
 
-    With the number of threads of a block, the compiler knows how many registers each may use.
+    Launch bounds, threads of a block and blocks on a multiprocessor, limit a thread's registers.
     """
     from numba import cuda
 
-    if numba.config.ENABLE_CUDASIM or threads is None:
+    if numba.config.ENABLE_CUDASIM or launch_bounds is None:
         return cuda.jit(function)
-    return cuda.jit(launch_bounds=threads)(function)
+    return cuda.jit(launch_bounds=launch_bounds)(function)
 
 
 def cuda_function(function: Callable[..., Any]) -> Any:

@@ -19,7 +19,8 @@ from .warp import WARP
 
 TILE = _plan.GROUP_TOKENS
 SPLIT = _plan.CUDA_SPLIT_TOKENS
-THREADS = 128  # of a block, in the kernels that are compiled once
+
+RESIDENT_THREADS = 512  # of a multiprocessor, at least: leaves 128 registers to each
 
 _launching = threading.Lock()
 
@@ -65,7 +66,7 @@ def merge_splits(state, partials, starts):
     """
     if partials.o.size and state.o.size:
         args = (partials.m, partials.l, partials.o, starts, state.m, state.l, state.o)
-        _launch(_merge_splits, state.m.size, THREADS, *args)
+        _launch_rows(_merge_splits, state, *args)
 
 
 def finalize(state, out, lse):
@@ -73,13 +74,13 @@ def finalize(state, out, lse):
     if state.o.size:
         bits = _arrays.flatten(out)
         args = (state.m, state.l, state.o, bits.memory, (bits.offset, *bits.strides), lse)
-        _launch(_finalize, state.m.size, THREADS, *args)
+        _launch_rows(_finalize, state, *args)
 
 
 def reset(state):
     """Return a state to the identity."""
     if state.o.size:
-        _launch(_reset, state.m.size, THREADS, state.m, state.l, state.o)
+        _launch_rows(_reset, state, state.m, state.l, state.o)
 
 
 def times(counts, factor):
@@ -88,9 +89,15 @@ def times(counts, factor):
     if counts.size:
         flat = _arrays.flatten(counts)
         where = (flat.offset, *flat.strides)
-        blocks = _plan.ceil_div(counts.size, THREADS)
-        _launch(_times, blocks, THREADS, flat.memory, where, factor, products)
+        _launch(
+            _times, _plan.ceil_div(counts.size, WARP), WARP, flat.memory, where, factor, products
+        )
     return products
+
+
+def _launch_rows(kernel, state, *args):
+    """Launch one warp for every row of a state."""
+    _launch(kernel, state.m.size, WARP, *args)
 
 
 def _launch(kernel, blocks, threads, *args):
@@ -160,24 +167,24 @@ def _step_kernel(variant):
         num_q_heads, gqa, block_size = sizes
         thread = cuda.threadIdx.x
         lane, own_warp = thread & (WARP - 1), thread // WARP
-        seq = warp.divide(cuda.blockIdx.x, num_q_heads)
-        head = cuda.blockIdx.x - seq * num_q_heads
+        seq, head = _row_of_block(num_q_heads)
         kv = warp.divide(head, gqa)
+        table = table_at[0] + seq * table_at[1]
         tokens = np.int64(token_counts[count_at[0] + seq * count_at[1]])
         if tokens <= 0:
             return
         for d in range(thread, head_dim, threads):
             query[d] = warp.load_bfloat16(q, q_at[0] + seq * q_at[1] + head * q_at[2] + d)
-        m_row, l_row = m[seq, head], l[seq, head]
+        m_row, l_row, o_row = m[seq, head], l[seq, head], o[seq, head]
         for begin in range(0, tokens, SPLIT):
             split = min(SPLIT, tokens - begin)
             for t in range(thread, split, threads):
-                entry = warp.divide(begin + t, block_size)
-                slot = begin + t - entry * block_size
-                block = tables[table_at[0] + seq * table_at[1] + entry * table_at[2]]
-                k_rows[t] = _row(k_at, block, slot, kv)
-                v_rows[t] = _row(v_at, block, slot, kv)
-            m_split, l_split = recurrence.NEG_INF, recurrence.ZERO
+                column = warp.divide(begin + t, block_size)
+                slot = begin + t - column * block_size
+                block = np.int64(tables[table + column * table_at[2]])
+                k_rows[t] = k_at[0] + block * k_at[1] + slot * k_at[2] + kv * k_at[3]
+                v_rows[t] = v_at[0] + block * v_at[1] + slot * v_at[2] + kv * v_at[3]
+            m2, l2 = recurrence.NEG_INF, recurrence.ZERO
             for d in range(thread, v_head_dim, threads):
                 o_split[d] = recurrence.ZERO
             cuda.syncthreads()
@@ -196,18 +203,12 @@ def _step_kernel(variant):
                             scores[t] = s * scale
                 cuda.syncthreads()
                 # absorb
-                m_old = m_split
-                for t in range(TILE):
-                    if t < count:
-                        m_split = recurrence.larger(m_split, scores[t])
+                m_new = _largest(m2, scores, count)
                 if thread < count:
-                    weights[thread] = recurrence.weight(scores[thread], m_split)
+                    weights[thread] = recurrence.weight(scores[thread], m_new)
                 cuda.syncthreads()
-                rescale = recurrence.weight(m_old, m_split)
-                l_split *= rescale
-                for t in range(TILE):
-                    if t < count:
-                        l_split += weights[t]
+                rescale = recurrence.weight(m2, m_new)
+                m2, l2 = m_new, _total(l2 * rescale, weights, count)
                 # accumulate
                 for turn in range(columns_per_thread):
                     d = thread + turn * threads
@@ -215,19 +216,34 @@ def _step_kernel(variant):
                         o_split[d] = add_values(o_split[d] * rescale, weights, v_tile, d, count)
                 cuda.syncthreads()
             # store
-            m_row, l_row = _fold(
-                m_row, l_row, o[seq, head], m_split, l_split, o_split, thread, threads
-            )
+            m_row, l_row = _fold(m_row, l_row, o_row, m2, l2, o_split, thread, threads)
         if thread == 0:
             m[seq, head], l[seq, head] = m_row, l_row
 
-    return cuda_kernel(step, threads)
+    return cuda_kernel(step, (threads, RESIDENT_THREADS // threads))
 
 
 @cuda_function
-def _row(where, block, slot, kv):
-    """Return where the row of a token begins in a pool."""
-    return where[0] + np.int64(block) * where[1] + slot * where[2] + kv * where[3]
+def _row_of_block(num_q_heads):
+    """Return the sequence and the query head of this block; heads come first."""
+    seq = warp.divide(cuda.blockIdx.x, num_q_heads)
+    return seq, cuda.blockIdx.x - seq * num_q_heads
+
+
+@cuda_function
+def _largest(m, scores, count):
+    for t in range(TILE):
+        if t < count:
+            m = recurrence.larger(m, scores[t])
+    return m
+
+
+@cuda_function
+def _total(l, weights, count):
+    for t in range(TILE):
+        if t < count:
+            l += weights[t]
+    return l
 
 
 @cuda_function
@@ -249,20 +265,11 @@ def _fold(m, l, o, m2, l2, o2, thread, threads):
 @cuda_kernel
 def _merge_splits(part_m, part_l, part_o, starts, m, l, o):
     """Left fold: state = merge(state, partial), partial by partial."""
-    seq = warp.divide(cuda.blockIdx.x, m.shape[1])
-    head = cuda.blockIdx.x - seq * m.shape[1]
-    m_row, l_row = m[seq, head], l[seq, head]
+    seq, head = _row_of_block(m.shape[1])
+    m_row, l_row, o_row = m[seq, head], l[seq, head], o[seq, head]
     for part in range(starts[seq], starts[seq + 1]):
-        m_row, l_row = _fold(
-            m_row,
-            l_row,
-            o[seq, head],
-            part_m[part, head],
-            part_l[part, head],
-            part_o[part, head],
-            cuda.threadIdx.x,
-            THREADS,
-        )
+        m2, l2, o2 = part_m[part, head], part_l[part, head], part_o[part, head]
+        m_row, l_row = _fold(m_row, l_row, o_row, m2, l2, o2, cuda.threadIdx.x, WARP)
     cuda.syncthreads()  # every thread has read m and l
     if cuda.threadIdx.x == 0:
         m[seq, head], l[seq, head] = m_row, l_row
@@ -270,9 +277,8 @@ def _merge_splits(part_m, part_l, part_o, starts, m, l, o):
 
 @cuda_kernel
 def _finalize(m, l, o, out, where, lse):
-    seq = warp.divide(cuda.blockIdx.x, m.shape[1])
-    head = cuda.blockIdx.x - seq * m.shape[1]
-    for d in range(cuda.threadIdx.x, o.shape[2], THREADS):
+    seq, head = _row_of_block(m.shape[1])
+    for d in range(cuda.threadIdx.x, o.shape[2], WARP):
         x = recurrence.normalise(o[seq, head, d], l[seq, head])
         bits = recurrence.round_to_bfloat16(warp.float_bits(x))
         out[where[0] + seq * where[1] + head * where[2] + d] = bits
@@ -282,9 +288,8 @@ def _finalize(m, l, o, out, where, lse):
 
 @cuda_kernel
 def _reset(m, l, o):
-    seq = warp.divide(cuda.blockIdx.x, m.shape[1])
-    head = cuda.blockIdx.x - seq * m.shape[1]
-    for d in range(cuda.threadIdx.x, o.shape[2], THREADS):
+    seq, head = _row_of_block(m.shape[1])
+    for d in range(cuda.threadIdx.x, o.shape[2], WARP):
         o[seq, head, d] = recurrence.ZERO
     if cuda.threadIdx.x == 0:
         m[seq, head], l[seq, head] = recurrence.NEG_INF, recurrence.ZERO
@@ -292,6 +297,6 @@ def _reset(m, l, o):
 
 @cuda_kernel
 def _times(counts, where, factor, products):
-    i = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+    i = cuda.blockIdx.x * WARP + cuda.threadIdx.x
     if i < products.size:
         products[i] = counts[where[0] + i * where[1]] * factor

@@ -4,9 +4,6 @@ Kernels call these names and plain ``cuda.*`` only, so that one source compiles 
 in the simulator, which has no warp shuffles, no intrinsics and no aligned shared memory.
 """
 
-import sys
-import threading
-
 import numpy as np
 from numba import cuda
 
@@ -17,13 +14,9 @@ WARP = 32
 SIMULATOR = _device.is_simulator()
 
 if SIMULATOR:
-    from numba.cuda.simulator import kernelapi
-
-    # The simulator's main thread polls the others while it holds the GIL.
-    sys.setswitchinterval(5e-4)
+    from ._simulator import exchange
 
     _WIDENED = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).tolist()
-    _lock = threading.Lock()
 
     def load_bfloat16(bits, i):
         """Return element i of an array of bfloat16 bits as float32."""
@@ -47,41 +40,9 @@ if SIMULATOR:
         """Copy one element of 2 bytes from global to shared memory."""
         tile[to] = rows[start]
 
-    class _Warp:
-        """Where the lanes of one warp meet."""
-
-        def __init__(self):
-            self.barrier = threading.Barrier(WARP)
-            self.values = [0.0] * WARP, [0.0] * WARP
-            self.turns = [0] * WARP
-
     def warp_sum(x):
         """Return the sum over the lanes of the warp, the same in every lane."""
-        thread = threading.current_thread()
-        with _lock:
-            warps = thread._manager.__dict__.setdefault("_warps", {})
-            warp = warps.setdefault(thread.thread_id // WARP, _Warp())
-        lane = thread.thread_id % WARP
-        values = warp.values[warp.turns[lane]]  # two in turn: one barrier per sum is enough
-        warp.turns[lane] ^= 1
-        values[lane] = x
-        warp.barrier.wait(timeout=60)
-        return sum(values)
-
-    def _shared_array(self, shape, dtype, alignment=None):
-        """Allocate shared memory once per line of source, full of NaN (its bits, for integers).
-
-        The simulator's own races between threads and knows no alignment.
-        """
-        frame = sys._getframe(1)
-        line = frame.f_code, frame.f_lineno
-        with _lock:
-            if line not in self._allocations:
-                size = shape * np.dtype(dtype).itemsize
-                self._allocations[line] = np.full(size, 0xFF, np.uint8).view(dtype)
-            return self._allocations[line]
-
-    kernelapi.FakeCUDAShared.array = _shared_array
+        return sum(exchange(x))
 
 else:
     from llvmlite import ir
