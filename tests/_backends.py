@@ -53,7 +53,7 @@ class Backend:
     def finalize(self, state, *, return_lse=False, **options):
         out, lse = self.module.finalize(state, return_lse=True, **options)
         out = _arrays.to_host(out)
-        if self.name == "cuda" and options.get("dtype") != np.uint16:
+        if self.name == "cuda" and np.dtype(options.get("dtype", ml_dtypes.bfloat16)) != np.uint16:
             out = out.view(ml_dtypes.bfloat16)
         return (out, _arrays.to_host(lse)) if return_lse else out
 

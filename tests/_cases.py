@@ -14,8 +14,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from numba_attn import _device
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 UNUSED_IDS = (2147480000, -1)
+NUM_KV_HEADS = 1 if _device.is_simulator() else 2  # by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +78,9 @@ class Answer(NamedTuple):
     lse: np.ndarray  # [S, Hq]
 
 
-def draw(lens, *, gqa=2, num_kv_heads=2, head_dim=32, v_head_dim=None, seed=0, scale=None):
+def draw(
+    lens, *, gqa=2, num_kv_heads=NUM_KV_HEADS, head_dim=32, v_head_dim=None, seed=0, scale=None
+):
     """Draw N(0, 1) tokens in bfloat16."""
     rng = np.random.default_rng(seed)
 

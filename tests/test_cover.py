@@ -59,7 +59,7 @@ def test_the_cover_covers():
         assert len({(row[a], row[b]) for row in PAIRS}) == len(axes[a]) * len(axes[b])
 
 
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(32, 48), (192, 128), (8, 1), (1, 20)])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(32, 48), (192, 128), (1, 20)])
 def test_values_of_another_head_dim(backend, head_dim, v_head_dim):
     lens = backend.size((40, 0, 600), (11,))
     seqs = _cases.draw(lens, head_dim=head_dim, v_head_dim=v_head_dim, num_kv_heads=1)

@@ -49,7 +49,7 @@ def test_03_padding_is_not_in_the_denominator(backend):
 
 def test_04_length_0_is_written(backend):
     seqs = draw((0, 5))
-    out = np.full((2, 4, 32), 7, BFLOAT16)
+    out = np.full(seqs.q.shape, 7, BFLOAT16)
     lse = backend.paged_attention(seqs.q, *place(seqs, 16), out=out, return_lse=True)[1]
     assert (out[0] == 0).all()
     check_answer(seqs, Answer(out, lse))
@@ -112,7 +112,8 @@ def test_10_so_it_is_in_a_tile(twin, counts):
     state = twin.like(seqs.q, v_pool)
     with pytest.raises(ValueError, match="tile_block"):
         twin.step_tile(state, seqs.q, k_pool, v_pool, tables, np.array(counts))
-    assert_same_bits(*zip(twin.read(state), twin.read(twin.AttentionState(2, 4, 32)), strict=True))
+    fresh = twin.like(seqs.q, v_pool)
+    assert_same_bits(*zip(twin.read(state), twin.read(fresh), strict=True))
 
 
 def test_11_stale_ids_are_not_followed(backend):
@@ -126,13 +127,16 @@ def test_11_stale_ids_are_not_followed(backend):
         assert_same_bits(*zip(answers[0], answer, strict=True))
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(28, 4), (40, 8), (9, 3), (71, 1), (64, 2)])
-def test_12_any_ratio_of_heads(cpu, q_heads, kv_heads):
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim"),
+    [(28, 4, 128), (40, 8, 40), (9, 3, 20), (71, 1, 64), (64, 2, 64)],
+)
+def test_12_any_ratio_of_heads(cpu, q_heads, kv_heads, head_dim):
     gqa = q_heads // kv_heads
-    check_attention(cpu, draw((37,), gqa=gqa, num_kv_heads=kv_heads, head_dim=64), 16)
+    check_attention(cpu, draw((37,), gqa=gqa, num_kv_heads=kv_heads, head_dim=head_dim), 16)
 
 
-@pytest.mark.parametrize("head_dim", [1, 13, 40, 80, 96, 112, 160, 320])
+@pytest.mark.parametrize("head_dim", [1, 13, 112, 160, 320])
 def test_13_any_head_dim(backend, head_dim):
     lens = backend.size((37, 5), (5,))
     seqs = draw(lens, gqa=1, num_kv_heads=backend.size(3, 1), head_dim=head_dim)

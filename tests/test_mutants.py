@@ -3,18 +3,8 @@
 import _numpy_twin
 import pytest
 from _backends import Backend
-from _checks import CHECKS
-
-
-def failures(subject):
-    """Name the checks that a backend fails."""
-    failed = []
-    for check in CHECKS:
-        try:
-            check(subject)
-        except AssertionError:
-            failed.append(check.__name__)
-    return failed
+from _checks import failures
+from _process import copy_of_package, run
 
 
 def test_the_unharmed_recurrence_passes():
@@ -24,3 +14,27 @@ def test_the_unharmed_recurrence_passes():
 @pytest.mark.parametrize("fault", _numpy_twin.FAULTS)
 def test_a_planted_fault_fails(fault):
     assert failures(Backend("numpy", _numpy_twin.NumpyTwin(fault)))
+
+
+RECURRENCE = {
+    "smaller instead of larger": ("b if b > a else a", "b if b < a else a"),
+    "no state is empty": ("return (m == NEG_INF) and (l == ZERO)", "return False"),
+    "weights of 1": ("return math.exp(m - offset(m_new))", "return ONE"),
+    "0 / 0 in an empty row": ("return ZERO if l == ZERO else o / l", "return o / l"),
+    "lse without l": ("else m + math.log(l)", "else m"),
+    "truncated, not rounded": ("bits + np.uint32(0x7FFF) +", "bits +"),
+}
+FAILURES = "import _backends, _checks; print(_checks.failures(_backends.get('cpu')))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", RECURRENCE)
+def test_a_fault_planted_in_the_source_fails(tmp_path, fault):
+    package = copy_of_package(tmp_path, ("kernels/recurrence.py", *RECURRENCE[fault]))
+    assert run(FAILURES, package, NUMBA_CACHE_DIR=tmp_path / "cache") != "[]"
+
+
+@pytest.mark.slow
+def test_an_unharmed_copy_of_the_source_passes(tmp_path):
+    package = copy_of_package(tmp_path)
+    assert run(FAILURES, package, NUMBA_CACHE_DIR=tmp_path / "cache") == "[]"

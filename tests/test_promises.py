@@ -1,5 +1,6 @@
 """The promises that every implementation keeps: empty rows, unused memory, bits, tiles."""
 
+import _backends
 import numpy as np
 import pytest
 from _bound import assert_same_bits, check_answer, check_state
@@ -32,7 +33,7 @@ def test_a_row_of_count_0_keeps_its_state(twin):
 
 def test_an_empty_row_is_written(backend):
     seqs = draw((0, 5))
-    out = np.full((2, 4, 32), 7, BFLOAT16)
+    out = np.full(seqs.q.shape, 7, BFLOAT16)
     result, lse = backend.paged_attention(seqs.q, *place(seqs, 4), out=out, return_lse=True)
     assert result is out
     assert (out[0] == 0).all()
@@ -53,7 +54,7 @@ def test_nothing_but_empty_rows(backend):
 @pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf, 3e38])
 def test_unused_memory_changes_no_bit(twin, fill):
     seqs = ragged(twin)
-    for block_size in (5, 16):
+    for block_size in twin.size((5, 16), (5,)):
         clean = place(seqs, block_size, fill=0, ids=(0,))
         dirty = place(seqs, block_size, fill=fill)
         assert_same_bits(*zip(attend(twin, seqs, clean), attend(twin, seqs, dirty), strict=True))
@@ -83,10 +84,11 @@ def test_run_to_run(twin):
 
 def test_a_row_alone_and_in_a_batch(twin):
     full = (0, 1, 15, 16, 17, 63, 64, 512, 513, 700, 1100, 5)
-    seqs = draw(twin.size(full, (0, 1, 3, 4, 5, 2, 6, 3, 2, 1, 7, 5)), num_kv_heads=1)
+    tiny = (0, 1, 3, 4, 5, 2, 6, 3, 2, 1, 7, 5)
+    seqs = draw(twin.size(full, tiny), gqa=twin.size(2, 1), num_kv_heads=1)
     batch = attend(twin, seqs, place(seqs, 16))
     check_answer(seqs, batch)
-    for row in range(12):
+    for row in range(0, 12, twin.size(1, 3)):
         alone = seqs.rows(row)
         answer = attend(twin, alone, place(alone, 16, seed=1))
         assert_same_bits(*((x[row : row + 1], y) for x, y in zip(batch, answer, strict=True)))
@@ -100,14 +102,9 @@ def test_where_blocks_lie_and_how_large_they_are(twin):
         assert_same_bits(*zip(twin.read(first), twin.read(other), strict=True))
 
 
-@pytest.mark.parametrize("block_size", [3, 16, 17, 256])
-@pytest.mark.parametrize("splits", [1, 2, 3])
-def test_tiles_of_whole_splits_have_the_bits_of_one_call(twin, splits, block_size):
-    tile_tokens = splits * twin.split_tokens
-    longest = 2 * tile_tokens + 217
-    seqs = draw((longest, tile_tokens + 1, 0, tile_tokens), num_kv_heads=1)
+def check_tiles_of_whole_splits(twin, seqs, tile_tokens, block_size):
     state = twin.AttentionState(*seqs.q.shape)
-    for begin in range(0, longest, tile_tokens):
+    for begin in range(0, max(seqs.lens), tile_tokens):
         # A tile starts at a block's start: each is resident in a pool of its own.
         part = seqs.tokens(begin, begin + tile_tokens)
         paged = place(part, block_size, seed=begin)
@@ -119,11 +116,38 @@ def test_tiles_of_whole_splits_have_the_bits_of_one_call(twin, splits, block_siz
     check_state(seqs, twin.read(state))
 
 
+@pytest.mark.parametrize("block_size", [3, 16, 17, 256])
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_tiles_of_whole_splits_have_the_bits_of_one_call(cpu, splits, block_size):
+    tokens = splits * cpu.split_tokens
+    seqs = draw((2 * tokens + 217, tokens + 1, 0, tokens), num_kv_heads=1)
+    check_tiles_of_whole_splits(cpu, seqs, tokens, block_size)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("splits", "block_size"), [(1, 17), (2, 16)])
+def test_tiles_of_whole_splits_have_the_bits_of_one_call_on_cuda(splits, block_size):
+    cuda = _backends.get("cuda")
+    tokens = splits * cuda.split_tokens
+    seqs = draw((tokens + 5,), gqa=1, num_kv_heads=1)
+    check_tiles_of_whole_splits(cuda, seqs, tokens, block_size)
+
+
+def test_tiles_of_whole_splits_of_one_pool(cpu):
+    """512 blocks of 3 tokens are 3 splits: tiles of that many are cut from one table."""
+    seqs = draw((2 * 1536 + 700, 1536, 5), num_kv_heads=1)
+    paged = place(seqs, 3)
+    state = absorb(cpu, seqs, paged, tiles(paged, 512))
+    one_call = absorb(cpu, seqs, paged)
+    assert_same_bits(*zip(cpu.read(state), cpu.read(one_call), strict=True))
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_contiguous_caches_equal_paged_ones(backend, block_size):
     seqs = ragged(backend)
     capacity = max(seqs.lens) + 3
-    k_cache, v_cache = (np.full((len(seqs.q), capacity, 2, 32), np.nan, BFLOAT16) for _ in "kv")
+    shape = (len(seqs.q), capacity, *seqs.keys[0].shape[1:])
+    k_cache, v_cache = (np.full(shape, np.nan, BFLOAT16) for _ in "kv")
     for s, n in enumerate(seqs.lens):
         k_cache[s, :n], v_cache[s, :n] = seqs.keys[s], seqs.values[s]
     contiguous = backend.paged_attention(seqs.q, k_cache, v_cache, None, seqs.lens, return_lse=True)

@@ -28,7 +28,7 @@ def test_reset_returns_to_the_identity(backend):
     first = backend.read(state)
     assert state.reset() is None
     assert_same_bits(
-        *zip(backend.read(state), backend.read(backend.AttentionState(2, 4, 32)), strict=True)
+        *zip(backend.read(state), backend.read(backend.like(seqs.q, paged.v_pool)), strict=True)
     )
     step(backend, state, seqs, paged, next(tiles(paged, 99)))
     assert_same_bits(*zip(first, backend.read(state), strict=True))
@@ -65,7 +65,7 @@ def test_a_state_travels_as_its_buffer(cpu):
         absorb(cpu, part, place(part, 4)) for part in (seqs.tokens(0, 20), seqs.tokens(20, 40))
     )
     message = there.buffer.tobytes()
-    arrived = AttentionState(2, 4, 32)
+    arrived = AttentionState(*seqs.q.shape)
     arrived.buffer[:] = np.frombuffer(message, np.float32)
     cpu.merge(here, arrived)
     check_state(seqs, cpu.read(here))
@@ -77,7 +77,7 @@ def test_in_place_functions_return_none(backend):
     state = backend.like(seqs.q, paged.v_pool)
     args = (paged.block_tables, np.array([2]))
     assert backend.step_tile(state, seqs.q, *paged[:2], *args) is None
-    assert backend.merge(state, backend.AttentionState(1, 4, 32)) is None
+    assert backend.merge(state, backend.like(seqs.q, paged.v_pool)) is None
 
 
 def test_counts_mean_full_blocks_by_default(backend):

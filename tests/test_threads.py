@@ -120,9 +120,10 @@ def test_the_number_of_threads_changes_during_calls(cpu, case, threads):
 
 FORK = """
 import os, sys, threading, warnings
-import numpy as np, numba_attn, _backends, _cases
+import numpy as np, numba_attn.kernels.cpu, _backends, _cases
 warnings.simplefilter("ignore")  # Python warns of a fork with threads: that is the point
 numba_attn.set_num_threads(2)
+numba_attn.kernels.cpu.SERIAL_BYTES = 1  # small work is threaded too
 seqs = _cases.draw((1500, 700, 3))
 paged = _cases.place(seqs, 16)
 
@@ -165,8 +166,8 @@ def test_multiprocessing_by_fork():
 def test_calls_end_with_the_interpreter():
     """Workers do not keep a process alive, nor crash it on its way out."""
     run(
-        "import numba_attn, _backends, _cases, threading\n"
-        "numba_attn.set_num_threads(4)\n"
+        "import numba_attn.kernels.cpu, _backends, _cases, threading\n"
+        "numba_attn.set_num_threads(4); numba_attn.kernels.cpu.SERIAL_BYTES = 1\n"
         "seqs = _cases.draw((1500, 700)); paged = _cases.place(seqs, 16)\n"
         "_cases.attend(_backends.get('cpu'), seqs, paged)\n"
         "threading.Thread(target=_cases.attend, args=(_backends.get('cpu'), seqs, paged)).start()\n"
