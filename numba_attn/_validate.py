@@ -345,7 +345,7 @@ def _overlap(one: Array, two: Array) -> bool:
         return False
     try:
         return bool(np.shares_memory(one, two, max_work=_OVERLAP_WORK))
-    except np.exceptions.TooHardError:
+    except getattr(np, "exceptions", np).TooHardError:  # in np itself before NumPy 1.25
         return True
 
 

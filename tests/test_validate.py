@@ -189,6 +189,16 @@ def test_out_may_lie_beside_q_in_one_buffer():
     assert (packed[:, :, D + Dv :] == 9).all()
 
 
+def test_an_overlap_that_is_too_hard_to_decide_is_refused(monkeypatch):
+    """The exact search is exponential at worst, so its steps are bounded."""
+    memory = np.zeros(2**10, np.int8)
+    one = np.lib.stride_tricks.as_strided(memory, (4, 5), (40, 55))
+    two = np.lib.stride_tricks.as_strided(memory[29:], (5, 3), (32, 38))
+    assert not _validate._overlap(one, two)
+    monkeypatch.setattr(_validate, "_OVERLAP_WORK", 1)
+    assert _validate._overlap(one, two)
+
+
 def test_sizes_may_be_small_numpy_ints():
     state = AttentionState(np.int8(100), np.int8(100), np.int8(3))
     assert state.buffer.size == 100 * 100 * 5
