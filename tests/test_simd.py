@@ -1,13 +1,17 @@
 """The CPU twin's vector building blocks against NumPy, over odd sizes."""
 
+import dataclasses
 import functools
 
+import _backends
 import ml_dtypes
 import numba
 import numpy as np
 import pytest
+from _bound import assert_same_bits, check_answer
+from _cases import attend, draw, place
 
-from numba_attn.kernels import simd
+from numba_attn.kernels import _vector, simd
 
 SIZES = [1, 2, 13, 31, 32, 33, 48, 63, 80, 113]
 RATIOS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 19]
@@ -55,15 +59,16 @@ def kernel(name, *sizes):
     block = getattr(simd, name)
     arguments = {
         "widen": "row, out",
+        "pack": "row, out",
         "natural_order": "row, out",
-        "score": "q, rows, ahead, offset, tile, logits",
+        "score": "q, pairs, rows, ahead, offset, tile, logits",
         "absorb": "logits, scale, count, m, l, rescale",
         "accumulate": "p, first, rows, ahead, offset, rescale, o",
         "store_state": "m, l, out_m, out_l",
     }[name]
     literals = ", ".join(map(str, sizes))
     scope = {"block": block}
-    exec(f"def call({arguments}):\n    block({arguments}, {literals})", scope)
+    exec(f"def call({arguments}):\n    return block({arguments}, {literals})", scope)
     return numba.njit(scope["call"])
 
 
@@ -80,23 +85,57 @@ def test_widen_and_natural_order(size):
     assert np.isnan(back[-1])
 
 
+needs_pair_dot = pytest.mark.skipif(
+    not _vector.has_pair_dot(), reason="this CPU (or LLVM) has no AVX512-BF16"
+)
+
+
 @pytest.mark.parametrize(("gqa", "size"), [*((g, 33) for g in RATIOS), *((4, d) for d in SIZES)])
-def test_score(gqa, size):
+@pytest.mark.parametrize("dot", [0, pytest.param(1, marks=needs_pair_dot)])
+def test_score(gqa, size, dot):
     rng = np.random.default_rng(gqa * 1000 + size)
     q, k = bfloat16(rng, gqa, size), bfloat16(rng, 16, 3, size)
     wide_q = row_order(q.astype(np.float32))
+    pairs = np.zeros((gqa, simd.padded(size)), ml_dtypes.bfloat16)
+    pairs[:, :size] = q
     rows = np.array([address(k[t]) for t in range(16)], np.int64)
     logits = np.full(simd.logits_size(gqa), np.nan, np.float32)
     tokens, offset = simd.tile_tokens(gqa), 2 * 2 * size  # the third kv head
+    rows_at = [address(wide_q), address(pairs) if dot else 0]
     for tile in range(16 // tokens):
         here = address(rows[tile * tokens :])
-        kernel("score", gqa, size)(address(wide_q), here, here, offset, tile, address(logits))
+        kernel("score", gqa, size, dot)(*rows_at, here, here, offset, tile, address(logits))
     exact = q.astype(np.float64) @ k[:, 2].astype(np.float64).T
-    bound = (
-        (simd.padded(size) / 16 + 5) * EPS * (abs(q.astype(float)) @ abs(k[:, 2].astype(float)).T)
-    )
+    magnitude = abs(q.astype(float)) @ abs(k[:, 2].astype(float)).T
+    bound = (simd.padded(size) / 16 + 5) * EPS * magnitude
     for head in range(gqa):
         assert (abs(logits_of(gqa, logits, head) - exact[head]) <= bound[head]).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pack(size):
+    row = bfloat16(np.random.default_rng(size), size)
+    packed = np.full(simd.padded(size) + 1, 7, ml_dtypes.bfloat16)
+    assert kernel("pack", size)(address(row), address(packed)) == 1
+    assert packed[:size].tobytes() == row.tobytes()
+    assert (packed[size:-1] == 0).all()
+    assert packed[-1] == 7
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-126, -(2.0**60)])
+def test_pack_calls_a_row_tame(value):
+    row = np.array([1, 1, value], ml_dtypes.bfloat16)
+    packed = np.empty(simd.padded(3), ml_dtypes.bfloat16)
+    assert kernel("pack", 3)(address(row), address(packed)) == 1
+
+
+@pytest.mark.parametrize("value", [2.0**-127, -(2.0**-133), 2.0**61, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", [0, 31, 33])
+def test_pack_sees_what_is_not_tame(value, place):
+    row = np.ones(34, ml_dtypes.bfloat16)
+    row[place] = value
+    packed = np.empty(simd.padded(34), ml_dtypes.bfloat16)
+    assert kernel("pack", 34)(address(row), address(packed)) == 0
 
 
 @pytest.mark.parametrize("gqa", RATIOS)
@@ -109,8 +148,8 @@ def test_absorb(gqa, count):
     poisoned = raw.copy()
     marks = np.arange(len(raw), dtype=np.float32)
     for h in range(gqa):  # what lies past the count is poison
-        for place in logits_of(gqa, marks, h)[count:]:
-            poisoned[int(place)] = np.nan
+        for mark in logits_of(gqa, marks, h)[count:]:
+            poisoned[int(mark)] = np.nan
     m = np.full((tiles, 16), -np.inf, np.float32)
     m_old = np.where(np.arange(gqa) % 2, 3.0, -np.inf)
     l = np.zeros((tiles, 16), np.float32)
@@ -200,3 +239,20 @@ def test_store_state(gqa):
     np.testing.assert_allclose(out_l[:-1], sums, rtol=16 * EPS)
     assert np.isnan(out_m[-1])
     assert np.isnan(out_l[-1])
+
+
+def test_a_row_of_subnormal_queries_changes_no_other_row():
+    """Rows take the pair dot product or not by their own q: alone, in a batch, the same bits."""
+
+    def subnormal(q, keys, values):
+        q[1] *= ml_dtypes.bfloat16(2.0**-120)
+        q[1, :, ::2] = ml_dtypes.bfloat16(2.0**-130)
+        keys[1][:] = (keys[1].astype(np.float32) * 2.0**124).astype(keys[1].dtype)
+
+    seqs = dataclasses.replace(draw((40, 600, 40), num_kv_heads=2).map(subnormal), scale=1.0)
+    cpu = _backends.get("cpu")
+    together = attend(cpu, seqs, place(seqs, 16))
+    check_answer(seqs, together)
+    for row in range(3):
+        alone = attend(cpu, seqs.rows(row), place(seqs.rows(row), 16))
+        assert_same_bits((together.out[[row]], alone.out), (together.lse[[row]], alone.lse))

@@ -3,6 +3,8 @@
 Every function takes an LLVM IR builder and emits code; nothing here knows about attention.
 """
 
+import llvmlite.binding
+import numba
 from llvmlite import ir
 
 LANES = 16
@@ -10,6 +12,7 @@ FLOAT = ir.FloatType()
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 V16F = ir.VectorType(FLOAT, LANES)
 V16I = ir.VectorType(INT32, LANES)
+V32H = ir.VectorType(INT16, 2 * LANES)
 UNDEFINED = ir.Constant(V16F, ir.Undefined)
 
 # 2^f on [-1/2, 1/2] with 2^0 exact: minimax in the relative error, 2.0e-9 before rounding.
@@ -120,6 +123,52 @@ def fma(builder, x, y, z):
 def maximum(builder, x, y):
     """Return the larger by lane; y where x is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+class _BFloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self):
+        return hash(_BFloat16)
+
+
+def has_pair_dot():
+    """Tell whether code for this machine may use AVX512-BF16 (x86 only)."""
+    features = numba.config.CPU_FEATURES
+    if features is None:
+        features = llvmlite.binding.get_host_cpu_features().flatten()
+    new_enough = llvmlite.binding.llvm_version_info[0] >= 16  # bfloat in the intrinsic's signature
+    return new_enough and bool(numba.config.ENABLE_AVX) and "+avx512bf16" in features.split(",")
+
+
+def pair_dot(builder, x, y, z):
+    """Return z + x * y summed over pairs of bfloat16, by lane: two rounded steps of float32.
+
+    x and y are 16 words of two bfloat16. Subnormal inputs and sums count as 0.
+    """
+    name, module = "llvm.x86.avx512bf16.dpbf16ps.512", builder.module
+    pairs = ir.VectorType(_BFloat16(), 2 * LANES)
+    function = module.globals.get(name)
+    if function is None:
+        function = ir.Function(module, ir.FunctionType(V16F, [V16F, pairs, pairs]), name)
+    z = splat_constant(0.0) if z is None else z
+    return builder.call(function, [z, builder.bitcast(x, pairs), builder.bitcast(y, pairs)])
+
+
+def all_pairs_exact(builder, words):
+    """Tell (i1) whether all of 32 bfloat16 are 0 or of magnitude 2^-126 to 2^60."""
+    magnitude = builder.and_(builder.bitcast(words, V32H), splat_constant(0x7FFF, V32H))
+    zero = builder.icmp_unsigned("==", magnitude, splat_constant(0, V32H))
+    above_least = builder.sub(magnitude, splat_constant(0x0080, V32H))
+    inside = builder.icmp_unsigned("<=", above_least, splat_constant(0x5D80 - 0x0080, V32H))
+    good = builder.bitcast(builder.or_(zero, inside), INT32)
+    return builder.icmp_unsigned("==", good, constant(-1))
 
 
 def lane_sums(builder, vectors):

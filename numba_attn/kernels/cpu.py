@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import _plan, _threads
-from . import recurrence, simd
+from . import _vector, recurrence, simd
 from ._jit import kernel, shared
 
 GROUP = _plan.GROUP_TOKENS
@@ -109,6 +109,7 @@ def _attend_items(gqa, head_dim, v_head_dim):
     width, v_width = simd.padded(head_dim), simd.padded(v_head_dim)
     tile_tokens, head_lanes = simd.tile_tokens(gqa), simd.head_tiles(gqa) * 16
     logits = simd.logits_size(gqa)
+    pair_dot = int(_vector.has_pair_dot())
 
     @kernel
     def attend_items(counter, items, q, k_pool, v_pool, tables, sizes, scale, m, l, o):
@@ -117,6 +118,7 @@ def _attend_items(gqa, head_dim, v_head_dim):
         lead = min(max(AHEAD_BYTES // (2 * head_dim * num_kv_heads), tile_tokens), GROUP)
         rows = np.empty(2 * SPLIT + 2 * GROUP, np.int64)
         queries = _aligned(num_heads * width)
+        packed = _aligned(pair_dot * num_heads * width // 2)
         weights = _aligned(num_kv_heads * logits)  # logits, then p
         maxima = _aligned(num_kv_heads * head_lanes)
         sums = _aligned(num_kv_heads * head_lanes)
@@ -134,9 +136,12 @@ def _attend_items(gqa, head_dim, v_head_dim):
             tokens = np.int64(items[item, 2]) - begin
             # load
             _list_rows(rows, begin, tokens, block_size, tables[0] + seq * tables[1], k_pool, v_pool)
+            pairs = pair_dot * packed.ctypes.data
             for h in range(num_heads):
                 row = q[0] + seq * q[1] + h * q[2]
                 simd.widen(row, at_q + 4 * width * h, head_dim)
+                if pair_dot:
+                    pairs *= simd.pack(row, packed.ctypes.data + 2 * width * h, head_dim)
             maxima[:], sums[:], values[:] = recurrence.NEG_INF, recurrence.ZERO, recurrence.ZERO
             for group in range(0, tokens, GROUP):
                 count = min(GROUP, tokens - group)
@@ -148,7 +153,10 @@ def _attend_items(gqa, head_dim, v_head_dim):
                     for kv in range(num_kv_heads):
                         query, to = at_q + 4 * width * gqa * kv, at_p + 4 * logits * kv
                         offset, ahead = kv * k_pool[3], here + 8 * lead
-                        simd.score(query, here, ahead, offset, tile, to, gqa, head_dim)
+                        pair = pairs + 2 * width * gqa * kv if pairs else 0
+                        simd.score(
+                            query, pair, here, ahead, offset, tile, to, gqa, head_dim, pair_dot
+                        )
                 # absorb
                 for kv in range(num_kv_heads):
                     at, p = 4 * head_lanes * kv, at_p + 4 * logits * kv

@@ -28,6 +28,7 @@ from ._vector import (
     LANES,
     V16F,
     V16I,
+    all_pairs_exact,
     constant,
     exp_nonpositive,
     fma,
@@ -35,6 +36,7 @@ from ._vector import (
     load,
     load_chunk,
     maximum,
+    pair_dot,
     prefetch,
     shuffle,
     splat,
@@ -95,6 +97,26 @@ def widen(typing_context, row, out, size):
 
 
 @intrinsic(prefer_literal=True)
+def pack(typing_context, row, out, size):
+    """Copy a bfloat16 row [size], zero-padded to whole chunks; tell (1 or 0) whether it is tame.
+
+    Tame: every element is 0 or of magnitude 2^-126 to 2^60. With such a q, a dot product that
+    counts subnormals as 0 is off by less than D * 2^-65, which no weight exp(s - m) can show.
+    """
+    count = size.literal_value
+
+    def codegen(context, builder, signature, args):
+        tame = ir.Constant(ir.IntType(1), 1)
+        for first, length in _chunks(count):
+            words = load_chunk(builder, args[0], 2 * first, length)
+            store(builder, words, args[1], 2 * first)
+            tame = builder.and_(tame, all_pairs_exact(builder, words))
+        return builder.zext(tame, INT64)
+
+    return types.intp(types.intp, types.intp, size), codegen
+
+
+@intrinsic(prefer_literal=True)
 def natural_order(typing_context, row, out, size):
     """Copy floats in lane order into a plain float32 row [size]."""
     count = size.literal_value
@@ -120,62 +142,91 @@ def natural_order(typing_context, row, out, size):
 
 
 @intrinsic(prefer_literal=True)
-def score(typing_context, q, rows, ahead, offset, tile, logits, gqa, size):
+def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size, dot):
     """Score a token tile: q . k for all query heads of a kv head.
 
     Parameters
     ----------
     q : address of float32 [gqa, padded size], row order
+    pairs : address of bfloat16 [gqa, padded size]: q for `pair_dot`, or 0 to multiply in float32
     rows : address of int64 [T], addresses of K rows
     ahead : address of int64 [T], addresses of rows to prefetch meanwhile
     offset : bytes from a row's address to this kv head
     tile : index of the token tile in its group
     logits : address of the group's logits, float32 [head tiles, 16 / T, H, T]
-    gqa, size : literal; query heads, head_dim
+    gqa, size, dot : literal; query heads, head_dim, whether the machine has `pair_dot`
 
     Notes
     -----
-    Products and sums in float32 (fma), one accumulator per lane: each logit sums 2 * ceil(D / 32)
-    terms in sequence, then 16 in a tree.
+    Products and sums in float32, one accumulator per lane: each logit sums 2 * ceil(D / 32) terms
+    in sequence, then 16 in a tree.
     """
     num_heads, columns = gqa.literal_value, size.literal_value
-    tokens = tile_tokens(num_heads)
+    row_size = padded(columns)
 
-    def codegen(context, builder, signature, args):
-        q, rows, ahead, offset, tile, logits = args[:6]
+    def emit(builder, args, multiply):
+        rows, ahead, offset, tile, logits = args[2:7]
+        tokens = tile_tokens(num_heads)
         k_rows = [_row_address(builder, rows, offset, t) for t in range(tokens)]
         lines = _line_addresses(builder, ahead, offset, tokens, 2 * columns)
         if num_heads > TILE_HEADS:  # the code of a head tile runs several times
             while lines:
                 prefetch(builder, *lines.pop())
         for head_tile, heads in _head_tiles(builder, num_heads):
-            query = _element(builder, q, head_tile, 4 * TILE_HEADS * padded(columns))
             lanes = padded_heads(heads) * tokens
             to = _element(builder, logits, head_tile, 4 * TILE_HEADS * GROUP)
             to = _element(builder, to, tile, 4 * lanes)
-            sums = _score_heads(builder, query, k_rows, lines, heads, columns)
+            base, itemsize = (args[0], 4) if multiply is _multiply_floats else (args[1], 2)
+            query = _element(builder, base, head_tile, itemsize * TILE_HEADS * row_size)
+            heads_at = [
+                builder.add(query, constant(itemsize * row_size * h, INT64)) for h in range(heads)
+            ]
+            sums = _score_heads(builder, heads_at, k_rows, lines, _chunks(columns), multiply)
             store(builder, shuffle(builder, sums, sums, range(lanes)), to, 0)
+
+    def codegen(context, builder, signature, args):
+        if dot.literal_value:
+            packed = builder.icmp_unsigned("!=", args[1], constant(0, INT64))
+            with builder.if_else(packed) as (then, otherwise):
+                with then:
+                    emit(builder, args, _multiply_pairs)
+                with otherwise:
+                    emit(builder, args, _multiply_floats)
+        else:
+            emit(builder, args, _multiply_floats)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 6, gqa, size), codegen
+    return types.void(*[types.intp] * 7, gqa, size, dot), codegen
 
 
-def _score_heads(builder, q, k_rows, lines, heads, columns):
+def _score_heads(builder, heads, k_rows, lines, chunks, multiply):
     """Score a token tile for up to 8 heads, the sums in registers; prefetch in between."""
-    chunks = _chunks(columns)
     per_chunk = -(-len(lines) // len(chunks))
-    sums = [[None] * len(k_rows) for _ in range(heads)]
+    sums = [[None] * len(k_rows) for _ in heads]
     for c, (first, length) in enumerate(chunks):
         for line in lines[c * per_chunk : (c + 1) * per_chunk]:
             prefetch(builder, *line)
-        keys = [widen_chunk(builder, load_chunk(builder, row, 2 * first, length)) for row in k_rows]
-        for head in range(heads):
-            for half in range(2):
-                at = 4 * (head * padded(columns) + first + LANES * half)
-                query = load(builder, q, V16F, at)
-                for token, key in enumerate(keys):
-                    sums[head][token] = fma(builder, query, key[half], sums[head][token])
+        keys = [load_chunk(builder, row, 2 * first, length) for row in k_rows]
+        multiply(builder, heads, first, keys, sums)
     return lane_sums(builder, [x for row in sums for x in row])
+
+
+def _multiply_floats(builder, heads, first, keys, sums):
+    """Add a chunk's products in float32; the heads' rows are in row order."""
+    keys = [widen_chunk(builder, words) for words in keys]
+    for head, q in enumerate(heads):
+        for half in range(2):
+            query = load(builder, q, V16F, 4 * (first + LANES * half))
+            for token, key in enumerate(keys):
+                sums[head][token] = fma(builder, query, key[half], sums[head][token])
+
+
+def _multiply_pairs(builder, heads, first, keys, sums):
+    """Add a chunk's products of bfloat16 pairs; the heads' rows are bfloat16."""
+    for head, q in enumerate(heads):
+        query = load(builder, q, V16I, 2 * first)
+        for token, key in enumerate(keys):
+            sums[head][token] = pair_dot(builder, query, key, sums[head][token])
 
 
 @intrinsic(prefer_literal=True)
