@@ -121,20 +121,17 @@ def _step_kernel(variant):
     k_size, v_size = TILE * head_dim, TILE * v_head_dim
     k_chunks, v_chunks = head_dim // width, v_head_dim // width
     # Loops of constant length, with a guard: they are unrolled, and their offsets are constants.
-    k_turns, v_turns = (_plan.ceil_div(TILE * n, threads) for n in (k_chunks, v_chunks))
     tokens_per_warp = _plan.ceil_div(TILE, warps)
     columns_per_lane = _plan.ceil_div(head_dim, WARP)
     columns_per_thread = _plan.ceil_div(v_head_dim, threads)
 
     @cuda_function
-    def stage(tile, dim, chunks, turns, pool, rows, first, count, thread):
+    def stage(tile, dim, chunks, pool, rows, first, count, thread):
         """Copy rows first..first + count of a split to shared memory."""
-        for turn in range(turns):
-            i = thread + turn * threads
+        for i in range(thread, count * chunks, threads):
             t = warp.divide(i, chunks)
-            if t < count:
-                d = (i - t * chunks) * width
-                copy(tile, t * dim + d, pool, rows[first + t] + d)
+            d = (i - t * chunks) * width
+            copy(tile, t * dim + d, pool, rows[first + t] + d)
 
     @cuda_function
     def dot(query, k_tile, t, lane):
@@ -191,8 +188,8 @@ def _step_kernel(variant):
             for first in range(0, split, TILE):
                 count = min(TILE, split - first)
                 # load
-                stage(k_tile, head_dim, k_chunks, k_turns, k_pool, k_rows, first, count, thread)
-                stage(v_tile, v_head_dim, v_chunks, v_turns, v_pool, v_rows, first, count, thread)
+                stage(k_tile, head_dim, k_chunks, k_pool, k_rows, first, count, thread)
+                stage(v_tile, v_head_dim, v_chunks, v_pool, v_rows, first, count, thread)
                 cuda.syncthreads()
                 # score
                 for turn in range(tokens_per_warp):
