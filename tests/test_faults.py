@@ -169,7 +169,7 @@ def test_20_partials_are_not_rounded_between_64_splits(cpu):
 
 
 def test_20_partials_are_not_rounded_between_tiles(backend):
-    seqs = draw((backend.size(640, 32),), num_kv_heads=1)
+    seqs = draw((backend.size(640, 12),), num_kv_heads=1)
     paged = place(seqs, 1)
     check_state(seqs, backend.read(absorb(backend, seqs, paged, tiles(paged, 1))))
 

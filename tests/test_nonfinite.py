@@ -1,4 +1,4 @@
-"""NaN and inf in valid data: never hidden, never spread further than arithmetic does."""
+"""The edges of the number range: NaN and inf are never hidden, subnormals never flushed."""
 
 import numpy as np
 import pytest
@@ -111,3 +111,26 @@ def test_inf_against_minus_inf_is_nan(backend, seqs):
 
     out, _ = answers(backend, seqs.map(change))
     assert np.isnan(out[0, : num_heads(seqs), 5]).all()
+
+
+@pytest.mark.parametrize("exponents", [(-128, 124), (124, -128), (100, -104), (-70, 66)])
+def test_tiny_times_huge(backend, exponents):
+    """Products are near 1 while q or k is subnormal or large: flushing to 0 shows."""
+
+    def stretch(q, keys, values):
+        q *= q.dtype.type(2.0 ** exponents[0])
+        for k in keys:
+            k *= k.dtype.type(2.0 ** exponents[1])
+
+    lens = backend.size((40, 530), (9,))
+    seqs = draw(lens, scale=3.0).map(stretch)
+    answers(backend, seqs)
+
+
+def test_tiny_and_huge_values(backend):
+    def stretch(q, keys, values):
+        values[0] *= values[0].dtype.type(2.0**100)
+        values[1] *= values[1].dtype.type(2.0**-100)
+
+    seqs = draw(backend.size((40, 530), (9, 9)), num_kv_heads=1).map(stretch)
+    answers(backend, seqs)
