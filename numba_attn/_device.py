@@ -94,7 +94,7 @@ def resolve(device: str, home: str) -> str:
     RuntimeError
         If CUDA is asked for and cannot be used.
     """
-    if device not in DEVICES:
+    if not isinstance(device, str) or device not in DEVICES:
         raise ValueError(f"device: expected one of {', '.join(map(repr, DEVICES))}, got {device!r}")
     kind = home if device == "auto" else device
     if kind == "cuda":

@@ -241,6 +241,15 @@ def state_sizes(num_seqs: Any, num_q_heads: Any, head_dim: Any) -> tuple[int, in
     return int(num_seqs), int(num_q_heads), int(head_dim)
 
 
+def flag(name: str, value: Any) -> None:
+    """Check that an argument is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{name}: expected True or False, got {type(value).__name__}; arrays are not filled "
+            "through it"
+        )
+
+
 def is_state(name: str, state: Any, kind: type) -> None:
     """Check that an argument is a state."""
     if not isinstance(state, kind):

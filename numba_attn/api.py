@@ -89,6 +89,7 @@ def paged_attention(
         q=q, k_pool=k_pool, v_pool=v_pool, block_tables=block_tables, seq_lens=seq_lens, out=out
     )
     kind = _device.resolve(device, home)
+    _validate.flag("return_lse", return_lse)
     q_bits, k_bits, v_bits = _inputs(q, k_pool, v_pool)
     sizes = _validate.attention_sizes(q_bits, k_bits, v_bits)
     scale = _validate.softmax_scale(scale, sizes.head_dim)
@@ -263,6 +264,7 @@ def finalize(
     [0.0, 0.0, 0.0, 0.0]
     """
     _validate.is_state("state", state, AttentionState)
+    _validate.flag("return_lse", return_lse)
     dtype = _validate.output_dtype(dtype, (_arrays.BFLOAT16, _arrays.UINT16))
     if out is not None:
         _validate.out_device(_device.home(out=out), state.device)

@@ -161,6 +161,8 @@ PAGED = [
     ),
     value("device: expected one of 'auto', 'cpu', 'cuda', got 'gpu'", device="gpu"),
     value("device: expected one of 'auto', 'cpu', 'cuda', got None", device=None),
+    value("device: expected one of 'auto', 'cpu', 'cuda', got array(", device=np.zeros(2)),
+    kind("return_lse: expected True or False, got ndarray; arr", return_lse=np.zeros((S, Hq))),
     ({"device": "cuda"}, RuntimeError, "device='cuda' is not available: no driver here. Install "),
     kind("out: expected a NumPy array or a CUDA array, got list; allocate it with", out=[[1]]),
     kind(
@@ -261,6 +263,7 @@ MERGE = [
 
 FINALIZE = [
     kind("state: expected an AttentionState, got int", state=1),
+    kind("return_lse: expected True or False, got int", return_lse=1),
     kind("dtype: expected bfloat16 or uint16, got float32; convert the result", dtype="float32"),
     kind("dtype: expected bfloat16 or uint16, got float64", dtype=None),
     kind("dtype: expected bfloat16 or uint16, got 'no dtype'", dtype="no dtype"),

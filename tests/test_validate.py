@@ -54,7 +54,7 @@ def contents(arguments):
 
 def error_of(function, changes, monkeypatch):
     """Call with wrong arguments; return the error, and check that no array has changed."""
-    if changes.get("device") == "cuda":
+    if str(changes.get("device")) == "cuda":
         monkeypatch.setattr(_device, "cuda_problem", lambda: "no driver here")
     for name in [name for name in changes if name.isupper()]:
         monkeypatch.setenv(name, changes[name])
