@@ -110,10 +110,10 @@ def widen_chunk(builder, words):
 
 
 def fma(builder, x, y, z):
-    """Return x * y + z, rounded once; x * y where z is None."""
+    """Return x * y + z, rounded once where the CPU can; x * y where z is None."""
     if z is None:
         return builder.fmul(x, y)
-    name, module = "llvm.fma.v16f32", builder.module
+    name, module = "llvm.fmuladd.v16f32", builder.module
     function = module.globals.get(name)
     if function is None:  # llvmlite's declare_intrinsic cannot name vector types
         function = ir.Function(module, ir.FunctionType(V16F, [V16F] * 3), name)
