@@ -87,9 +87,7 @@ def shared(function: Callable[..., Any]) -> Any:
     return numba.njit(inline="always")(function)
 
 
-def cuda_kernel(
-    function: Callable[..., Any], launch_bounds: tuple[int, int] | None = None
-) -> Any:
+def cuda_kernel(function: Callable[..., Any], launch_bounds: tuple[int, int] | None = None) -> Any:
     """Compile a CUDA kernel on its first launch; only here and below is ``numba.cuda`` imported.
 
     Launch bounds, threads of a block and blocks on a multiprocessor, limit a thread's registers.
