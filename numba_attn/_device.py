@@ -5,6 +5,7 @@ The data decides; an explicit request never falls back silently, and the error s
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import platform
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import numba
+import numpy as np
 
 from ._types import Array
 
@@ -30,6 +32,8 @@ def is_simulator() -> bool:
 
 def is_device_array(array: Any) -> bool:
     """Tell whether an object is an array on a GPU (or in the simulator)."""
+    if isinstance(array, np.ndarray):  # the usual case, told quickly
+        return False
     return hasattr(array, "__cuda_array_interface__") or hasattr(array, "__cuda_ndarray__")
 
 
@@ -112,6 +116,7 @@ def require_cuda() -> None:
         )
 
 
+@functools.cache
 def backend(kind: str) -> ModuleType:
     """Return the twin that runs on a device."""
     return importlib.import_module(f".kernels.{kind}", __package__)

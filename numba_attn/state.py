@@ -94,7 +94,8 @@ class AttentionState:
         if self.device == "cuda":
             _device.backend("cuda").reset(self)
         else:
-            self.m[...], self.l[...], self.o[...] = -np.inf, 0, 0
+            self.buffer.fill(0)
+            self.m.fill(-np.inf)
 
     @property
     def lse(self) -> Array:
