@@ -5,17 +5,25 @@ bfloat16 travels as its bits in uint16, and only this module knows: kernels see 
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from . import _device, _plan
 from ._types import Array, HostArray
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 UINT16 = np.dtype(np.uint16)
+
+
+@functools.cache
+def bfloat16() -> np.dtype[Any]:
+    """Return the dtype; ml_dtypes is slow to import, so it is on first use."""
+    import ml_dtypes
+
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def bits(name: str, array: Array) -> Array:
@@ -39,10 +47,10 @@ def bits(name: str, array: Array) -> Array:
             f"{name}: expected a NumPy array or a CUDA array, got {type(array).__name__}; "
             "convert it with numpy.asarray"
         )
-    if array.dtype == BFLOAT16:
-        return np.asarray(array).view(UINT16)
     if array.dtype == UINT16:
         return np.asarray(array)
+    if array.dtype == bfloat16():
+        return np.asarray(array).view(UINT16)
     raise TypeError(
         f"{name}: expected dtype bfloat16 (or its bits as uint16), got {array.dtype}; "
         "convert it with .astype(ml_dtypes.bfloat16)"

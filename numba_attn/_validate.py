@@ -11,7 +11,6 @@ import math
 import numbers
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from . import _device
@@ -105,7 +104,8 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
     """Return the scale, by default 1 / sqrt(D)."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, (numbers.Real, ml_dtypes.bfloat16)):
+    real = isinstance(scale, numbers.Real) or type(scale).__name__ == "bfloat16"
+    if isinstance(scale, bool) or not real:
         raise TypeError(
             f"scale: expected a real number or None, got {type(scale).__name__}; pass a float"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-import ml_dtypes
 import numpy as np
 
 from . import _arrays, _device, _validate
@@ -228,7 +227,7 @@ def finalize(
 def finalize(
     state: AttentionState,
     *,
-    dtype: Any = ml_dtypes.bfloat16,
+    dtype: Any = "bfloat16",
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Any:
@@ -265,7 +264,7 @@ def finalize(
     """
     _validate.is_state("state", state, AttentionState)
     _validate.flag("return_lse", return_lse)
-    dtype = _validate.output_dtype(dtype, (_arrays.BFLOAT16, _arrays.UINT16))
+    dtype = _validate.output_dtype(dtype, (_arrays.bfloat16(), _arrays.UINT16))
     if out is not None:
         _validate.out_device(_device.home(out=out), state.device)
         expected = dtype if state.device == "cpu" else _arrays.UINT16

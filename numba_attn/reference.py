@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -110,7 +109,7 @@ def merge(state: AttentionState, other: AttentionState) -> None:
 def finalize(
     state: AttentionState,
     *,
-    dtype: Any = ml_dtypes.bfloat16,
+    dtype: Any = "bfloat16",
     return_lse: bool = False,
     out: npt.NDArray[Any] | None = None,
 ) -> Any:
@@ -118,8 +117,10 @@ def finalize(
     l = state.l[..., None]
     with np.errstate(invalid="ignore", divide="ignore"):
         exact = np.where(l == 0, 0.0, state.o / l)
+    if dtype == "bfloat16":
+        dtype = _bfloat16()
     if np.dtype(dtype) == np.uint16:
-        result = exact.astype(ml_dtypes.bfloat16).view(np.uint16)
+        result = exact.astype(_bfloat16()).view(np.uint16)
     else:
         result = exact.astype(dtype)
     if out is not None:
@@ -128,10 +129,17 @@ def finalize(
     return (result, state.lse) if return_lse else result
 
 
+def _bfloat16() -> np.dtype[Any]:
+    import ml_dtypes  # slow to import, and not needed by callers with bits
+
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
 def _float64(array: npt.NDArray[Any]) -> Float64Array:
     """Widen bfloat16, or its bits in uint16."""
     bits = array.dtype == np.uint16
-    return (array.view(ml_dtypes.bfloat16) if bits else array).astype(np.float64)
+    return (array.view(_bfloat16()) if bits else array).astype(np.float64)
 
 
 def _absorb(

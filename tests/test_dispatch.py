@@ -11,7 +11,17 @@ from _arguments import BF16, Dv, Hq, S, valid
 import numba_attn
 from numba_attn import AttentionState, _device, reference
 
-HEAVY = ("numba.cuda", "numba_cuda", "torch", "cupy", "jax", "cuda", "pytest", "hypothesis")
+HEAVY = (
+    "ml_dtypes",
+    "numba.cuda",
+    "numba_cuda",
+    "torch",
+    "cupy",
+    "jax",
+    "cuda",
+    "pytest",
+    "hypothesis",
+)
 
 
 def modules_after(code):

@@ -28,7 +28,7 @@ SIGNATURES = {
         "scale=None)"
     ),
     "merge": "(state, other)",
-    "finalize": "(state, *, dtype=bfloat16, return_lse=False, out=None)",
+    "finalize": "(state, *, dtype='bfloat16', return_lse=False, out=None)",
     "available_devices": "()",
     "get_num_threads": "()",
     "set_num_threads": "(num_threads)",
@@ -48,8 +48,7 @@ def signature(target):
         parameter.replace(annotation=inspect.Parameter.empty)
         for parameter in found.parameters.values()
     ]
-    text = str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
-    return text.replace("<class 'ml_dtypes.bfloat16'>", "bfloat16")
+    return str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
 
 
 def modules():
