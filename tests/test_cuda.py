@@ -1,5 +1,8 @@
 """What only the CUDA twin has: device layouts, load paths, its blocks of threads, its launches."""
 
+import dataclasses
+import importlib.util
+import pathlib
 import warnings
 from types import SimpleNamespace
 
@@ -314,3 +317,39 @@ def test_pools_of_more_than_2_31_elements(tmp_path, side):
     out = numba_attn.paged_attention(given[0], device_pool, device_pool, *given[1:])
     expected = numba_attn.paged_attention(q, *[np.array(pool)] * 2, tables, lens, device="cuda")
     assert_same_bits((_arrays.to_host(out), expected))
+
+
+@pytest.fixture
+def device_check():
+    """Load the script that a GPU machine runs."""
+    path = pathlib.Path(__file__).parent.parent / "bench" / "device_check.py"
+    spec = importlib.util.spec_from_file_location("device_check", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_device_check_runs(device_check, capsys):
+    assert device_check.main(["--tiny"]) == 0
+    said = capsys.readouterr().out
+    assert said.count(" ok ") == 8  # two devices, two ways, out and lse
+    assert said.endswith("parity: ok\n")
+
+
+def test_the_device_check_fails(device_check, capsys, monkeypatch):
+    monkeypatch.setattr(twin().recurrence, "weight", lambda m, m_new: 1.0)
+    assert device_check.main(["--tiny"]) == 1
+    assert capsys.readouterr().out.endswith("parity: FAILED\n")
+
+
+def test_recorded_launches_are_those_of_a_step(device_check):
+    workload = dataclasses.replace(device_check._check.TINY, seq_lens=(5, 9))
+    steps = [device_check.to_device(step) for step in device_check.make_steps(workload, 2)]
+    launches = device_check.launches_of(device_check.decode(steps))
+    assert len(launches) == 3 * len(steps)
+    m, l, o, bits = launches[-1][3:7]  # of finalize
+    assert (_arrays.to_host(m) == -np.inf).all(), "nothing has run yet"
+    for launch in launches:
+        twin()._launch(*launch)
+    expected = numba_attn.paged_attention(*steps[-1].arguments())
+    assert_same_bits((_arrays.to_host(bits).reshape(o.shape), _arrays.to_host(expected)))

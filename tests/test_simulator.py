@@ -27,7 +27,7 @@ def test_the_cuda_tests_pass_in_the_simulator(pytestconfig):
         "no:cacheprovider",
     ]
     run = subprocess.run(
-        [*command, str(_process.TESTS)],
+        command,
         env=_process.environment(NUMBA_ENABLE_CUDASIM=1),
         cwd=pytestconfig.rootpath,
         capture_output=True,
