@@ -11,7 +11,7 @@ import pytest
 from _bound import assert_same_bits, check_answer
 from _cases import attend, draw, place
 
-from numba_attn.kernels import _vector, simd
+from numba_attn.kernels import _vector, rows, simd
 
 SIZES = [1, 2, 13, 31, 32, 33, 48, 63, 80, 113]
 RATIOS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 19]
@@ -29,7 +29,7 @@ def address(array):
 def row_order(rows):
     """Permute float32 [..., D] into chunks of [16 even, 16 odd], zero-padded."""
     size = rows.shape[-1]
-    wide = np.zeros((*rows.shape[:-1], simd.padded(size)), np.float32)
+    wide = np.zeros((*rows.shape[:-1], rows.padded(size)), np.float32)
     wide[..., :size] = rows
     chunks = wide.reshape(*rows.shape[:-1], -1, 16, 2)
     return np.ascontiguousarray(chunks.swapaxes(-1, -2)).reshape(wide.shape)
@@ -56,7 +56,7 @@ def logits_of(gqa, vectors, head):
 @functools.cache
 def kernel(name, *sizes):
     """Compile a call of a building block with literal sizes."""
-    block = getattr(simd, name)
+    block = getattr(simd, name, None) or getattr(rows, name)
     arguments = {
         "widen": "row, out",
         "pack": "row, out",
@@ -75,7 +75,7 @@ def kernel(name, *sizes):
 @pytest.mark.parametrize("size", SIZES)
 def test_widen_and_natural_order(size):
     row = bfloat16(np.random.default_rng(size), size)
-    wide = np.full(simd.padded(size) + 1, np.nan, np.float32)
+    wide = np.full(rows.padded(size) + 1, np.nan, np.float32)
     kernel("widen", size)(address(row), address(wide))
     np.testing.assert_array_equal(wide[:-1], row_order(row.astype(np.float32)))
     assert np.isnan(wide[-1])
@@ -96,18 +96,18 @@ def test_score(gqa, size, dot):
     rng = np.random.default_rng(gqa * 1000 + size)
     q, k = bfloat16(rng, gqa, size), bfloat16(rng, 16, 3, size)
     wide_q = row_order(q.astype(np.float32))
-    pairs = np.zeros((gqa, simd.padded(size)), ml_dtypes.bfloat16)
+    pairs = np.zeros((gqa, rows.padded(size)), ml_dtypes.bfloat16)
     pairs[:, :size] = q
-    rows = np.array([address(k[t]) for t in range(16)], np.int64)
+    row_list = np.array([address(k[t]) for t in range(16)], np.int64)
     logits = np.full(simd.logits_size(gqa), np.nan, np.float32)
     tokens, offset = simd.tile_tokens(gqa), 2 * 2 * size  # the third kv head
     rows_at = [address(wide_q), address(pairs) if dot else 0]
     for tile in range(16 // tokens):
-        here = address(rows[tile * tokens :])
+        here = address(row_list[tile * tokens :])
         kernel("score", gqa, size, dot)(*rows_at, here, here, offset, tile, address(logits))
     exact = q.astype(np.float64) @ k[:, 2].astype(np.float64).T
     magnitude = abs(q.astype(float)) @ abs(k[:, 2].astype(float)).T
-    bound = (simd.padded(size) / 16 + 5) * EPS * magnitude
+    bound = (rows.padded(size) / 16 + 5) * EPS * magnitude
     for head in range(gqa):
         assert (abs(logits_of(gqa, logits, head) - exact[head]) <= bound[head]).all()
 
@@ -115,7 +115,7 @@ def test_score(gqa, size, dot):
 @pytest.mark.parametrize("size", SIZES)
 def test_pack(size):
     row = bfloat16(np.random.default_rng(size), size)
-    packed = np.full(simd.padded(size) + 1, 7, ml_dtypes.bfloat16)
+    packed = np.full(rows.padded(size) + 1, 7, ml_dtypes.bfloat16)
     assert kernel("pack", size)(address(row), address(packed)) == 1
     assert packed[:size].tobytes() == row.tobytes()
     assert (packed[size:-1] == 0).all()
@@ -125,7 +125,7 @@ def test_pack(size):
 @pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-126, -(2.0**60)])
 def test_pack_calls_a_row_tame(value):
     row = np.array([1, 1, value], ml_dtypes.bfloat16)
-    packed = np.empty(simd.padded(3), ml_dtypes.bfloat16)
+    packed = np.empty(rows.padded(3), ml_dtypes.bfloat16)
     assert kernel("pack", 3)(address(row), address(packed)) == 1
 
 
@@ -134,7 +134,7 @@ def test_pack_calls_a_row_tame(value):
 def test_pack_sees_what_is_not_tame(value, place):
     row = np.ones(34, ml_dtypes.bfloat16)
     row[place] = value
-    packed = np.empty(simd.padded(34), ml_dtypes.bfloat16)
+    packed = np.empty(rows.padded(34), ml_dtypes.bfloat16)
     assert kernel("pack", 34)(address(row), address(packed)) == 0
 
 
@@ -198,7 +198,7 @@ def test_accumulate(gqa, size, count):
     rng = np.random.default_rng(gqa * 1000 + size + count)
     first = 11 if count == 1 else 8
     v = bfloat16(rng, 16, 2, size)
-    rows = np.array([address(v[t]) for t in range(16)], np.int64)
+    row_list = np.array([address(v[t]) for t in range(16)], np.int64)
     weights = rng.random(simd.logits_size(gqa)).astype(np.float32)
     o = rng.standard_normal((gqa, size)).astype(np.float32)
     rescale = np.zeros((simd.head_tiles(gqa), 16), np.float32)
@@ -209,8 +209,8 @@ def test_accumulate(gqa, size, count):
     kernel("accumulate", gqa, size, count)(
         address(weights),
         first,
-        address(rows[first:]),
-        address(rows[first:]),
+        address(row_list[first:]),
+        address(row_list[first:]),
         offset,
         address(rescale),
         address(sums),

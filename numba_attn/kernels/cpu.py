@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import _plan, _threads
-from . import _vector, recurrence, simd
+from . import recurrence, rows, simd
 from ._jit import kernel, shared
+from ._vector import has_pair_dot
 
 GROUP = _plan.GROUP_TOKENS
 SPLIT = _plan.SPLIT_TOKENS
@@ -106,101 +107,104 @@ def _attend_items(gqa, head_dim, v_head_dim):
 
     One is compiled per (G, D, Dv); everything else is a run-time value.
     """
-    width, v_width = simd.padded(head_dim), simd.padded(v_head_dim)
-    tile_tokens, head_lanes = simd.tile_tokens(gqa), simd.head_tiles(gqa) * 16
+    width, v_width = rows.padded(head_dim), rows.padded(v_head_dim)
+    tile_tokens, lanes = simd.tile_tokens(gqa), simd.head_tiles(gqa) * 16
     logits = simd.logits_size(gqa)
-    pair_dot = int(_vector.has_pair_dot())
+    pair_dot = int(has_pair_dot())
 
     @kernel
     def attend_items(counter, items, q, k_pool, v_pool, tables, sizes, scale, m, l, o):
         block_size, num_kv_heads = sizes
-        num_heads = num_kv_heads * gqa
         lead = min(max(AHEAD_BYTES // (2 * head_dim * num_kv_heads), tile_tokens), GROUP)
-        rows = np.empty(2 * SPLIT + 2 * GROUP, np.int64)
-        queries = _aligned(num_heads * width)
-        packed = _aligned(pair_dot * num_heads * width // 2)
-        weights = _aligned(num_kv_heads * logits)  # logits, then p
-        maxima = _aligned(num_kv_heads * head_lanes)
-        sums = _aligned(num_kv_heads * head_lanes)
-        rescale = _aligned(num_kv_heads * head_lanes)
-        once = _aligned(head_lanes)  # no rescale
-        values = _aligned(num_heads * v_width)  # o
-        once[:] = recurrence.ONE
-        at_q, at_p, at_m = queries.ctypes.data, weights.ctypes.data, maxima.ctypes.data
-        at_l, at_r, at_o = sums.ctypes.data, rescale.ctypes.data, values.ctypes.data
+        addresses = np.empty(2 * SPLIT + 2 * GROUP, np.int64)
+        queries = _aligned(num_kv_heads, gqa * width)
+        packed = _aligned(num_kv_heads, gqa * width // 2 * pair_dot)  # q again, as bfloat16
+        weights = _aligned(num_kv_heads, logits)  # logits, then p
+        maxima = _aligned(num_kv_heads, lanes)  # m
+        sums = _aligned(num_kv_heads, lanes)  # l
+        values = _aligned(num_kv_heads, gqa * v_width)  # o
+        rescale = _aligned(num_kv_heads, lanes)
+        ones = _aligned(1, lanes)
+        ones[:] = recurrence.ONE
         while True:
-            item = simd.fetch_add(counter.ctypes.data, 1)
+            item = rows.fetch_add(counter.ctypes.data, 1)
             if item >= len(items):
                 break
             seq, begin = np.int64(items[item, 0]), np.int64(items[item, 1])
-            tokens = np.int64(items[item, 2]) - begin
+            end = np.int64(items[item, 2])
             # load
-            _list_rows(rows, begin, tokens, block_size, tables[0] + seq * tables[1], k_pool, v_pool)
-            pairs = pair_dot * packed.ctypes.data
-            for h in range(num_heads):
-                row = q[0] + seq * q[1] + h * q[2]
-                simd.widen(row, at_q + 4 * width * h, head_dim)
-                if pair_dot:
-                    pairs *= simd.pack(row, packed.ctypes.data + 2 * width * h, head_dim)
+            table = tables[0] + seq * tables[1]
+            _list_rows(addresses, begin, end - begin, block_size, table, k_pool, v_pool)
+            tame = pair_dot
+            for kv in range(num_kv_heads):
+                for g in range(gqa):
+                    row = q[0] + seq * q[1] + (kv * gqa + g) * q[2]
+                    rows.widen(row, _at(queries, kv) + 4 * width * g, head_dim)
+                    if pair_dot:
+                        tame &= rows.pack(row, _at(packed, kv) + 2 * width * g, head_dim)
             maxima[:], sums[:], values[:] = recurrence.NEG_INF, recurrence.ZERO, recurrence.ZERO
-            for group in range(0, tokens, GROUP):
-                count = min(GROUP, tokens - group)
-                k_rows = rows.ctypes.data + 16 * group
+            for group in range(0, end - begin, GROUP):
+                count = min(GROUP, end - begin - group)
+                k_rows = addresses.ctypes.data + 16 * group
                 v_rows = k_rows + 8 * GROUP
                 # score
                 for tile in range(-(-count // tile_tokens)):
                     here = k_rows + 8 * tile * tile_tokens
                     for kv in range(num_kv_heads):
-                        query, to = at_q + 4 * width * gqa * kv, at_p + 4 * logits * kv
-                        offset, ahead = kv * k_pool[3], here + 8 * lead
-                        pair = pairs + 2 * width * gqa * kv if pairs else 0
+                        q_h, pairs, s = _at(queries, kv), tame * _at(packed, kv), _at(weights, kv)
+                        ahead, offset = here + 8 * lead, kv * k_pool[3]
                         simd.score(
-                            query, pair, here, ahead, offset, tile, to, gqa, head_dim, pair_dot
+                            q_h, pairs, here, ahead, offset, tile, s, gqa, head_dim, pair_dot
                         )
                 # absorb
                 for kv in range(num_kv_heads):
-                    at, p = 4 * head_lanes * kv, at_p + 4 * logits * kv
-                    simd.absorb(p, scale, np.int32(count), at_m + at, at_l + at, at_r + at, gqa)
-                # accumulate
-                strips = count // STRIP
-                for strip in range(strips + count % STRIP):  # whole strips, then single tokens
-                    t = STRIP * strip if strip < strips else strip + (STRIP - 1) * strips
-                    here = v_rows + 8 * t
-                    ahead = here + 8 * max(lead, STRIP)
+                    p, n, factor = _at(weights, kv), np.int32(count), _at(rescale, kv)
+                    simd.absorb(p, scale, n, _at(maxima, kv), _at(sums, kv), factor, gqa)
+                # accumulate: whole strips, then single tokens
+                whole = count - count % STRIP
+                for t in range(0, whole, STRIP):
+                    here, ahead = v_rows + 8 * t, v_rows + 8 * (t + max(lead, STRIP))
                     for kv in range(num_kv_heads):
-                        p, to = at_p + 4 * logits * kv, at_o + 4 * v_width * gqa * kv
-                        factor = once.ctypes.data if t else at_r + 4 * head_lanes * kv
-                        offset = kv * v_pool[3]
-                        if strip < strips:
-                            simd.accumulate(
-                                p, t, here, ahead, offset, factor, to, gqa, v_head_dim, STRIP
-                            )
-                        else:
-                            simd.accumulate(
-                                p, t, here, ahead, offset, factor, to, gqa, v_head_dim, 1
-                            )
+                        p, o_h, offset = _at(weights, kv), _at(values, kv), kv * v_pool[3]
+                        factor = _at(rescale, kv) if t == 0 else _at(ones, 0)
+                        simd.accumulate(
+                            p, t, here, ahead, offset, factor, o_h, gqa, v_head_dim, STRIP
+                        )
+                for t in range(whole, count):
+                    here = v_rows + 8 * t
+                    for kv in range(num_kv_heads):
+                        p, o_h, offset = _at(weights, kv), _at(values, kv), kv * v_pool[3]
+                        factor = _at(rescale, kv) if t == 0 else _at(ones, 0)
+                        simd.accumulate(p, t, here, here, offset, factor, o_h, gqa, v_head_dim, 1)
             # store
             for kv in range(num_kv_heads):
-                at, h = 4 * head_lanes * kv, num_heads * item + gqa * kv
-                to_m, to_l = m.ctypes.data + 4 * h, l.ctypes.data + 4 * h
-                simd.store_state(at_m + at, at_l + at, to_m, to_l, gqa)
-            for h in range(num_heads):
-                to = o.ctypes.data + 4 * v_head_dim * (num_heads * item + h)
-                simd.natural_order(at_o + 4 * v_width * h, to, v_head_dim)
+                h = kv * gqa
+                to_m, to_l = m[item, h:].ctypes.data, l[item, h:].ctypes.data
+                simd.store_state(_at(maxima, kv), _at(sums, kv), to_m, to_l, gqa)
+                for g in range(gqa):
+                    row = _at(values, kv) + 4 * v_width * g
+                    rows.natural_order(row, o[item, h + g].ctypes.data, v_head_dim)
 
     return attend_items
 
 
 @shared
-def _aligned(size):
-    """Allocate floats at the start of a cache line."""
-    raw = np.empty(size + 16, np.float32)
+def _aligned(num_rows, size):
+    """Allocate float32 [num_rows, size], each row at the start of a cache line."""
+    size = -(-size // 16) * 16
+    raw = np.empty(num_rows * size + 16, np.float32)
     skip = (-raw.ctypes.data % 64) // 4
-    return raw[skip : skip + size]
+    return raw[skip : skip + num_rows * size].reshape(num_rows, size)
 
 
 @shared
-def _list_rows(rows, begin, tokens, block_size, table, k_pool, v_pool):
+def _at(array, row):
+    """Return the address of a row."""
+    return array[row].ctypes.data
+
+
+@shared
+def _list_rows(addresses, begin, tokens, block_size, table, k_pool, v_pool):
     """List the row addresses of a split in the order they are read: 16 of K, 16 of V, and so on.
 
     The last row stands in for what lies past the end: it is loaded again, or prefetched.
@@ -211,7 +215,7 @@ def _list_rows(rows, begin, tokens, block_size, table, k_pool, v_pool):
     k_row, v_row = np.int64(0), np.int64(0)
     for t in range(-(-tokens // GROUP) * GROUP):
         if t < tokens:
-            block = np.int64(simd.load_int32(table + 4 * column))
+            block = np.int64(rows.load_int32(table + 4 * column))
             k_row = k_address + block * k_block + slot * k_token
             v_row = v_address + block * v_block + slot * v_token
             slot += 1
@@ -219,9 +223,9 @@ def _list_rows(rows, begin, tokens, block_size, table, k_pool, v_pool):
                 slot = 0
                 column += 1
         at = t // GROUP * 2 * GROUP + t % GROUP
-        rows[at], rows[at + GROUP] = k_row, v_row
+        addresses[at], addresses[at + GROUP] = k_row, v_row
     end = -(-tokens // GROUP) * 2 * GROUP
-    rows[end : end + 2 * GROUP] = v_row
+    addresses[end : end + 2 * GROUP] = v_row
 
 
 @kernel
@@ -253,4 +257,4 @@ def _finalize(m, l, o, out, lse):
             lse[seq, h] = recurrence.log_sum_exp(m[seq, h], l[seq, h])
             for d in range(o.shape[2]):
                 x = recurrence.normalise(o[seq, h, d], l[seq, h])
-                out[seq, h, d] = recurrence.round_to_bfloat16(simd.float_bits(x))
+                out[seq, h, d] = recurrence.round_to_bfloat16(rows.float_bits(x))

@@ -1,13 +1,7 @@
 """The CPU twin's vector building blocks: score a tile, absorb its logits, accumulate its values.
 
 Each is an intrinsic written as LLVM vectors of 16 floats, which LLVM legalises for any CPU. All
-take addresses; sizes that shape the code are literals (module-level intrinsics whose sizes are
-literal arguments stay in the on-disk cache).
-
-Row order. 32 bfloat16 are 16 words; the even elements are the words shifted left by 16, the odd
-ones are their upper halves: no shuffle widens a row. So a row of D elements is ceil(D / 32) chunks
-of [16 even, 16 odd] floats, zero-padded at the end. `widen` brings q into this order once, and
-`natural_order` brings o back. A tail is loaded in pieces: no byte outside a row is touched.
+take addresses; sizes that shape the code are literals. Rows are in the order that `rows` explains.
 
 Logit order. The query heads of a kv head are cut into head tiles of up to 8, a group of 16 tokens
 into token tiles of 2 or 4. With the heads padded to H, a power of two, and T tokens a tile, the
@@ -28,7 +22,6 @@ from ._vector import (
     LANES,
     V16F,
     V16I,
-    all_pairs_exact,
     constant,
     exp_nonpositive,
     fma,
@@ -44,16 +37,11 @@ from ._vector import (
     store,
     widen_chunk,
 )
+from .rows import padded, row_chunks
 
-CHUNK = 2 * LANES  # elements of a row widened at a time
 GROUP = 16  # tokens absorbed at a time
 TILE_HEADS = 8  # query heads in registers at a time
 LINE = 64  # bytes of a cache line
-
-
-def padded(size):
-    """Return the floats of a row of `size` in row order: whole chunks."""
-    return -(-size // CHUNK) * CHUNK
 
 
 def tile_tokens(gqa):
@@ -74,71 +62,6 @@ def padded_heads(heads):
 def logits_size(gqa):
     """Return the floats of a kv head's logits of one group."""
     return head_tiles(gqa) * padded_heads(min(gqa, TILE_HEADS)) * GROUP
-
-
-def _chunks(size):
-    """Return (first element, number of elements) of each chunk of a row."""
-    return [(c, min(CHUNK, size - c)) for c in range(0, size, CHUNK)]
-
-
-@intrinsic(prefer_literal=True)
-def widen(typing_context, row, out, size):
-    """Widen a bfloat16 row [size] into floats in lane order, zero-padded to whole chunks."""
-    count = size.literal_value
-
-    def codegen(context, builder, signature, args):
-        for first, length in _chunks(count):
-            halves = widen_chunk(builder, load_chunk(builder, args[0], 2 * first, length))
-            for half, vector in enumerate(halves):
-                store(builder, vector, args[1], 4 * (first + LANES * half))
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, size), codegen
-
-
-@intrinsic(prefer_literal=True)
-def pack(typing_context, row, out, size):
-    """Copy a bfloat16 row [size], zero-padded to whole chunks; tell (1 or 0) whether it is tame.
-
-    Tame: every element is 0 or of magnitude 2^-126 to 2^60. With such a q, a dot product that
-    counts subnormals as 0 is off by less than D * 2^-65, which no weight exp(s - m) can show.
-    """
-    count = size.literal_value
-
-    def codegen(context, builder, signature, args):
-        tame = ir.Constant(ir.IntType(1), 1)
-        for first, length in _chunks(count):
-            words = load_chunk(builder, args[0], 2 * first, length)
-            store(builder, words, args[1], 2 * first)
-            tame = builder.and_(tame, all_pairs_exact(builder, words))
-        return builder.zext(tame, INT64)
-
-    return types.intp(types.intp, types.intp, size), codegen
-
-
-@intrinsic(prefer_literal=True)
-def natural_order(typing_context, row, out, size):
-    """Copy floats in lane order into a plain float32 row [size]."""
-    count = size.literal_value
-
-    def codegen(context, builder, signature, args):
-        low = [i for pair in range(LANES // 2) for i in (pair, pair + LANES)]
-        high = [i + LANES // 2 for i in low]
-        for first, length in _chunks(count):
-            even = load(builder, args[0], V16F, 4 * first)
-            odd = load(builder, args[0], V16F, 4 * (first + LANES))
-            for half, lanes in enumerate((low, high)):
-                vector = shuffle(builder, even, odd, lanes)
-                begin, left = first + LANES * half, length - LANES * half
-                if left >= LANES:
-                    store(builder, vector, args[1], 4 * begin)
-                    continue
-                for lane in range(max(left, 0)):
-                    element = builder.extract_element(vector, constant(lane))
-                    store(builder, element, args[1], 4 * (begin + lane))
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, size), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -181,7 +104,7 @@ def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size
             heads_at = [
                 builder.add(query, constant(itemsize * row_size * h, INT64)) for h in range(heads)
             ]
-            sums = _score_heads(builder, heads_at, k_rows, lines, _chunks(columns), multiply)
+            sums = _score_heads(builder, heads_at, k_rows, lines, row_chunks(columns), multiply)
             store(builder, shuffle(builder, sums, sums, range(lanes)), to, 0)
 
     def codegen(context, builder, signature, args):
@@ -319,7 +242,7 @@ def accumulate(typing_context, p, first, rows, ahead, offset, rescale, o, gqa, s
         p, first, rows, ahead, offset, rescale, o = args[:7]
         tile = builder.udiv(first, constant(tokens, INT64))
         p = _element(builder, p, builder.urem(first, constant(tokens, INT64)), 4)
-        chunks = _chunks(columns)
+        chunks = row_chunks(columns)
         for head_tile, heads in _head_tiles(builder, num_heads):
             at_p = _element(builder, p, head_tile, 4 * TILE_HEADS * GROUP)
             at_p = _element(builder, at_p, tile, 4 * padded_heads(heads) * tokens)
@@ -410,37 +333,6 @@ def store_state(typing_context, m, l, out_m, out_l, gqa):
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4, gqa), codegen
-
-
-@intrinsic
-def load_int32(typing_context, address):
-    """Load an int32 from an address."""
-
-    def codegen(context, builder, signature, args):
-        return load(builder, args[0], ir.IntType(32))
-
-    return types.int32(types.intp), codegen
-
-
-@intrinsic
-def float_bits(typing_context, x):
-    """Return the bits of a float32 as uint32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
-
-
-@intrinsic
-def fetch_add(typing_context, address, step):
-    """Add to an int64 in memory, atomically; return what it was."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], INT64.as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
-
-    return types.intp(types.intp, types.intp), codegen
 
 
 def _element(builder, base, index, itemsize):
