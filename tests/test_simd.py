@@ -26,12 +26,12 @@ def address(array):
     return array.ctypes.data
 
 
-def row_order(rows):
+def row_order(array):
     """Permute float32 [..., D] into chunks of [16 even, 16 odd], zero-padded."""
-    size = rows.shape[-1]
-    wide = np.zeros((*rows.shape[:-1], rows.padded(size)), np.float32)
-    wide[..., :size] = rows
-    chunks = wide.reshape(*rows.shape[:-1], -1, 16, 2)
+    size = array.shape[-1]
+    wide = np.zeros((*array.shape[:-1], rows.padded(size)), np.float32)
+    wide[..., :size] = array
+    chunks = wide.reshape(*array.shape[:-1], -1, 16, 2)
     return np.ascontiguousarray(chunks.swapaxes(-1, -2)).reshape(wide.shape)
 
 
