@@ -160,8 +160,8 @@ def _attend_items(gqa, head_dim, v_head_dim):
                 for kv in range(num_kv_heads):
                     p, n, factor = _at(weights, kv), np.int32(count), _at(rescale, kv)
                     simd.absorb(p, scale, n, _at(maxima, kv), _at(sums, kv), factor, gqa)
-                # accumulate: whole strips, then single tokens
-                whole = count - count % STRIP
+                # accumulate
+                whole = count - count % STRIP  # in strips; the tokens of the rest come singly
                 for t in range(0, whole, STRIP):
                     here, ahead = v_rows + 8 * t, v_rows + 8 * (t + max(lead, STRIP))
                     for kv in range(num_kv_heads):
