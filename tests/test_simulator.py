@@ -10,7 +10,7 @@ from conftest import has_device
 
 from numba_attn import _device
 
-LEAST_TESTS = 150
+LEAST_TESTS = 200
 
 
 @pytest.mark.skipif(_device.is_simulator(), reason="this is the simulator pass")
