@@ -7,7 +7,7 @@ same computation, a tile of K/V blocks at a time. `reference` is the specificati
 from . import reference
 from ._device import available_devices
 from ._threads import get_num_threads, set_num_threads
-from .api import finalize, merge, paged_attention, step_tile
+from .api import finalize, merge, paged_attention, step_tile, warmup
 from .state import AttentionState
 
 __version__ = "0.1.0"
@@ -22,4 +22,5 @@ __all__ = [
     "reference",
     "set_num_threads",
     "step_tile",
+    "warmup",
 ]

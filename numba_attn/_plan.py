@@ -106,6 +106,13 @@ def cut(token_counts: IntArray) -> tuple[IntArray, IntArray]:
     return _cut(token_counts.tobytes())
 
 
+def one_each(num_seqs: int) -> IntArray:
+    """Return the starts of one partial per sequence, read-only as those of `cut`."""
+    starts = np.arange(num_seqs + 1, dtype=np.int32)
+    starts.setflags(write=False)
+    return starts
+
+
 @functools.lru_cache(maxsize=16)
 def _cut(token_counts: bytes) -> tuple[IntArray, IntArray]:
     counts = np.frombuffer(token_counts, np.int32)

@@ -6,7 +6,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from . import _arrays, _device, _validate
+from . import _arrays, _device, _plan, _validate
 from ._plan import Sizes
 from ._types import Array
 from .state import AttentionState
@@ -213,8 +213,7 @@ def merge(state: AttentionState, other: AttentionState) -> None:
     _validate.is_state("state", state, AttentionState)
     _validate.is_state("other", other, AttentionState)
     _validate.states_merge(state, other)
-    one_each = np.arange(state.m.shape[0] + 1, dtype=np.int32)
-    starts = _arrays.bring(state.device, one_each)
+    starts = _arrays.bring(state.device, _plan.one_each(state.m.shape[0]))
     _device.backend(state.device).merge_splits(state, other, starts)
 
 
@@ -270,6 +269,48 @@ def finalize(
         expected = dtype if state.device == "cpu" else _arrays.UINT16
         _validate.out(out, tuple(state.o.shape), expected, {"state": state.buffer})
     return _finish(state, state.device, dtype, return_lse, out)
+
+
+def warmup(
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    v_head_dim: int | None = None,
+    device: str = "cpu",
+) -> None:
+    """Compile, or load from the cache, what a model's shape needs, so that no later call waits.
+
+    One kernel is compiled per (Hq / Hkv, D, Dv) and a few for all; they stay on disk. Batch,
+    lengths, block size and strides are run-time values: nothing compiles while a sequence grows.
+
+    Parameters
+    ----------
+    num_q_heads, num_kv_heads, head_dim : int
+        Hq, Hkv and D.
+    v_head_dim : int, optional
+        Dv, by default D.
+    device : {"cpu", "cuda"}
+        Where the calls will run.
+
+    Raises
+    ------
+    ValueError
+        If a size is below 1, or Hq is no multiple of Hkv.
+    RuntimeError
+        If the device is not available.
+
+    Examples
+    --------
+    >>> import numba_attn
+    >>> numba_attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=64)
+    """
+    state = AttentionState(1, num_q_heads, v_head_dim or head_dim, device=device)
+    q = np.zeros((1, num_q_heads, head_dim), np.uint16)
+    k_pool = np.zeros((1, 16, num_kv_heads, head_dim), np.uint16)
+    v_pool = np.zeros((1, 16, num_kv_heads, v_head_dim or head_dim), np.uint16)
+    step_tile(state, q, k_pool, v_pool, [[0]], [1])
+    finalize(state)
 
 
 def _inputs(q: Array, k_pool: Array, v_pool: Array) -> tuple[Array, Array, Array]:

@@ -32,6 +32,7 @@ SIGNATURES = {
     "available_devices": "()",
     "get_num_threads": "()",
     "set_num_threads": "(num_threads)",
+    "warmup": "(num_q_heads, num_kv_heads, head_dim, *, v_head_dim=None, device='cpu')",
 }
 
 
