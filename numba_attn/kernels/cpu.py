@@ -18,8 +18,6 @@ from ._vector import has_pair_dot
 
 GROUP = _plan.GROUP_TOKENS
 SPLIT = _plan.SPLIT_TOKENS
-STRIP = 8  # tokens per load and store of o
-AHEAD_BYTES = 16384  # how far the prefetches run ahead of the reads
 SERIAL_BYTES = 1 << 20  # K/V bytes that are read in less time than it takes to wake a thread
 
 
@@ -111,11 +109,13 @@ def _attend_items(gqa, head_dim, v_head_dim):
     tile_tokens, lanes = simd.tile_tokens(gqa), simd.head_tiles(gqa) * 16
     logits = simd.logits_size(gqa)
     pair_dot = int(has_pair_dot())
+    # Tokens per load and store of o: few keep the reads in address order, many save arithmetic,
+    # which is the limit from 5 heads on.
+    strip = 8 if gqa <= 4 else GROUP
 
     @kernel
     def attend_items(counter, items, q, k_pool, v_pool, tables, sizes, scale, m, l, o):
         block_size, num_kv_heads = sizes
-        lead = min(max(AHEAD_BYTES // (2 * head_dim * num_kv_heads), tile_tokens), GROUP)
         addresses = np.empty(2 * SPLIT + 2 * GROUP, np.int64)
         queries = _aligned(num_kv_heads, gqa * width)
         packed = _aligned(num_kv_heads, gqa * width // 2 * pair_dot)  # q again, as bfloat16
@@ -152,7 +152,7 @@ def _attend_items(gqa, head_dim, v_head_dim):
                     here = k_rows + 8 * tile * tile_tokens
                     for kv in range(num_kv_heads):
                         q_h, pairs, s = _at(queries, kv), tame * _at(packed, kv), _at(weights, kv)
-                        ahead, offset = here + 8 * lead, kv * k_pool[3]
+                        ahead, offset = here + 8 * GROUP, kv * k_pool[3]
                         simd.score(
                             q_h, pairs, here, ahead, offset, tile, s, gqa, head_dim, pair_dot
                         )
@@ -161,14 +161,14 @@ def _attend_items(gqa, head_dim, v_head_dim):
                     p, n, factor = _at(weights, kv), np.int32(count), _at(rescale, kv)
                     simd.absorb(p, scale, n, _at(maxima, kv), _at(sums, kv), factor, gqa)
                 # accumulate
-                whole = count - count % STRIP  # in strips; the tokens of the rest come singly
-                for t in range(0, whole, STRIP):
-                    here, ahead = v_rows + 8 * t, v_rows + 8 * (t + max(lead, STRIP))
+                whole = count - count % strip  # in strips; the tokens of the rest come singly
+                for t in range(0, whole, strip):
+                    here, ahead = v_rows + 8 * t, v_rows + 8 * (t + GROUP)
                     for kv in range(num_kv_heads):
                         p, o_h, offset = _at(weights, kv), _at(values, kv), kv * v_pool[3]
                         factor = _at(rescale, kv) if t == 0 else _at(ones, 0)
                         simd.accumulate(
-                            p, t, here, ahead, offset, factor, o_h, gqa, v_head_dim, STRIP
+                            p, t, here, ahead, offset, factor, o_h, gqa, v_head_dim, strip
                         )
                 for t in range(whole, count):
                     here = v_rows + 8 * t
@@ -207,7 +207,8 @@ def _at(array, row):
 def _list_rows(addresses, begin, tokens, block_size, table, k_pool, v_pool):
     """List the row addresses of a split in the order they are read: 16 of K, 16 of V, and so on.
 
-    The last row stands in for what lies past the end: it is loaded again, or prefetched.
+    So what is 16 places ahead of a row is read next, and is prefetched meanwhile. The last row
+    stands in for what lies past the end.
     """
     k_address, k_block, k_token = k_pool[0], k_pool[1], k_pool[2]
     v_address, v_block, v_token = v_pool[0], v_pool[1], v_pool[2]
