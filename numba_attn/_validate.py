@@ -227,9 +227,8 @@ def _tile_tokens(token_counts: HostArray, capacity: HostArray) -> None:
         )
 
 
-def state_sizes(num_seqs: Any, num_q_heads: Any, head_dim: Any) -> tuple[int, int, int]:
-    """Check the sizes of a new state; return them as ints."""
-    named = {"num_seqs": num_seqs, "num_q_heads": num_q_heads, "head_dim": head_dim}
+def positive_sizes(**named: Any) -> list[int]:
+    """Check named sizes, of which only num_seqs may be 0; return them as ints."""
     for name, size in named.items():
         if isinstance(size, bool) or not isinstance(size, numbers.Integral):
             raise TypeError(f"{name}: expected an integer, got {type(size).__name__}; pass an int")
@@ -238,7 +237,7 @@ def state_sizes(num_seqs: Any, num_q_heads: Any, head_dim: Any) -> tuple[int, in
             raise ValueError(
                 f"{name}: must be at least {least}, got {size}; pass the size of q's or v's axis"
             )
-    return int(num_seqs), int(num_q_heads), int(head_dim)
+    return [int(size) for size in named.values()]
 
 
 def flag(name: str, value: Any) -> None:

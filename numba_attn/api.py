@@ -295,8 +295,8 @@ def warmup(
 
     Raises
     ------
-    ValueError
-        If a size is below 1, or Hq is no multiple of Hkv.
+    ValueError, TypeError
+        If a size is no integer or below 1, or Hq is no multiple of Hkv.
     RuntimeError
         If the device is not available.
 
@@ -305,10 +305,16 @@ def warmup(
     >>> import numba_attn
     >>> numba_attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=64)
     """
-    state = AttentionState(1, num_q_heads, v_head_dim or head_dim, device=device)
+    num_q_heads, num_kv_heads, head_dim, v_head_dim = _validate.positive_sizes(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+    )
+    state = AttentionState(1, num_q_heads, v_head_dim, device=device)
     q = np.zeros((1, num_q_heads, head_dim), np.uint16)
     k_pool = np.zeros((1, 16, num_kv_heads, head_dim), np.uint16)
-    v_pool = np.zeros((1, 16, num_kv_heads, v_head_dim or head_dim), np.uint16)
+    v_pool = np.zeros((1, 16, num_kv_heads, v_head_dim), np.uint16)
     step_tile(state, q, k_pool, v_pool, [[0]], [1])
     finalize(state)
 

@@ -53,7 +53,9 @@ class AttentionState:
     def __init__(
         self, num_seqs: int, num_q_heads: int, head_dim: int, *, device: str = "cpu"
     ) -> None:
-        num_seqs, num_q_heads, head_dim = _validate.state_sizes(num_seqs, num_q_heads, head_dim)
+        num_seqs, num_q_heads, head_dim = _validate.positive_sizes(
+            num_seqs=num_seqs, num_q_heads=num_q_heads, head_dim=head_dim
+        )
         self.device: str = _device.resolve(device, home="cpu")
         rows = num_seqs * num_q_heads
         self.buffer: Array = _arrays.empty(self.device, (rows * (head_dim + 2),), np.float32)

@@ -31,6 +31,7 @@ def valid(function):
         "finalize": {"state": state, "out": out},
         "AttentionState": {"num_seqs": S, "num_q_heads": Hq, "head_dim": Dv},
         "AttentionState.like": {"q": q, "v_pool": v_pool},
+        "warmup": {"num_q_heads": Hq, "num_kv_heads": Hkv, "head_dim": D, "v_head_dim": Dv},
         "set_num_threads": {"num_threads": numba_attn.get_num_threads()},
         "_threads._default_num_threads": {},
     }[function]

@@ -297,6 +297,13 @@ LIKE = [
     value("v_pool: expected 4 axes [N, B, Hkv, Dv], got shape (3,)", v_pool=np.zeros(3)),
 ]
 
+WARMUP = [
+    kind("num_kv_heads: expected an integer, got float; pass an int", num_kv_heads=2.0),
+    value("v_head_dim: must be at least 1, got 0; pass the size of", v_head_dim=0),
+    value("head_dim: must be at least 1, got -8", head_dim=-8),
+    value("q: Hq must be a multiple of Hkv, got Hq = 3 and Hkv = 2", num_q_heads=3),
+]
+
 THREADS = [
     kind("num_threads: expected an integer, got float; pass an int", num_threads=2.0),
     kind("num_threads: expected an integer, got str", num_threads="2"),
@@ -318,6 +325,7 @@ TABLES = {
     "finalize": FINALIZE,
     "AttentionState": STATE,
     "AttentionState.like": LIKE,
+    "warmup": WARMUP,
     "set_num_threads": THREADS,
     "_threads._default_num_threads": ENVIRONMENT,
 }
