@@ -90,14 +90,19 @@ def attention_sizes(q: Array, k_pool: Array, v_pool: Array) -> Sizes:
             f"{tuple(k_pool.shape[:3])}, got {tuple(v_pool.shape[:3])}; a head-major pool is "
             "passed as a transposed view"
         )
-    if num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"q: Hq must be a multiple of Hkv, got Hq = {num_q_heads} and Hkv = {num_kv_heads}; "
-            "check the head axes of q and k_pool"
-        )
+    head_ratio("q", num_q_heads, num_kv_heads)
     return Sizes(
         num_seqs, num_q_heads, num_kv_heads, head_dim, v_pool.shape[3], num_blocks, block_size
     )
+
+
+def head_ratio(name: str, num_q_heads: int, num_kv_heads: int) -> None:
+    """Check that every kv head serves as many query heads."""
+    if num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"{name}: Hq must be a multiple of Hkv, got Hq = {num_q_heads} and Hkv = "
+            f"{num_kv_heads}; check the numbers of heads of q and k_pool"
+        )
 
 
 def softmax_scale(scale: Any, head_dim: int) -> float:

@@ -311,6 +311,7 @@ def warmup(
         head_dim=head_dim,
         v_head_dim=head_dim if v_head_dim is None else v_head_dim,
     )
+    _validate.head_ratio("num_q_heads", num_q_heads, num_kv_heads)
     state = AttentionState(1, num_q_heads, v_head_dim, device=device)
     q = np.zeros((1, num_q_heads, head_dim), np.uint16)
     k_pool = np.zeros((1, 16, num_kv_heads, head_dim), np.uint16)

@@ -80,7 +80,7 @@ INPUTS = [  # of paged_attention and step_tile alike
     ),
     value("v_pool: its first three axes", v_pool=lambda g: g.v_pool.swapaxes(1, 2)),
     value(
-        "q: Hq must be a multiple of Hkv, got Hq = 3 and Hkv = 2; check the head axes of q and k",
+        "q: Hq must be a multiple of Hkv, got Hq = 3 and Hkv = 2; check the numbers of heads of q",
         q=lambda g: g.q[:, :3],
     ),
     kind("scale: expected a real number or None, got str; pass a float", scale="1"),
@@ -301,7 +301,7 @@ WARMUP = [
     kind("num_kv_heads: expected an integer, got float; pass an int", num_kv_heads=2.0),
     value("v_head_dim: must be at least 1, got 0; pass the size of", v_head_dim=0),
     value("head_dim: must be at least 1, got -8", head_dim=-8),
-    value("q: Hq must be a multiple of Hkv, got Hq = 3 and Hkv = 2", num_q_heads=3),
+    value("num_q_heads: Hq must be a multiple of Hkv, got Hq = 3 and Hkv = 2", num_q_heads=3),
 ]
 
 THREADS = [
