@@ -17,7 +17,7 @@ from . import _threads
 from ._plan import SPLIT_TOKENS, ceil_div
 from ._types import HostArray
 from ._workloads import Step
-from .kernels import simd
+from .kernels import rows
 from .kernels._jit import kernel
 
 Pieces = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ def _read(counter, k_words, v_words, pieces, pieces_per_item):
     """Take items from the counter until none is left; read each piece of K, then of V."""
     folded = np.uint64(0)
     while True:
-        first = simd.fetch_add(counter.ctypes.data, 1) * pieces_per_item
+        first = rows.fetch_add(counter.ctypes.data, 1) * pieces_per_item
         if first >= len(pieces):
             return folded
         for begin, end in pieces[first : first + pieces_per_item]:
