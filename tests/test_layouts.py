@@ -6,17 +6,17 @@ from _bound import assert_same_bits, check_answer
 from _cases import BFLOAT16, Paged, attend, draw, place
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def seqs(twin):
-    return draw(twin.size((40, 0, 1, 530), (13, 0, 1)))
+    return draw(twin.size((40, 0, 1, 530), (9, 0)))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(seqs):
     return place(seqs, 8)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(twin, seqs, plain):
     answer = attend(twin, seqs, plain)
     check_answer(seqs, answer)

@@ -31,7 +31,7 @@ def fit(backend, seqs: Sequences) -> Sequences:
     """Cut a case to what the simulator can afford: one sequence of a few tokens."""
     if not backend.tiny:
         return seqs
-    return seqs.rows(0).tokens(0, 20)
+    return seqs.rows(0).tokens(0, 17)
 
 
 block_sizes = st.integers(1, 40) | st.sampled_from([64, 256])
