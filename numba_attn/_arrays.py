@@ -51,9 +51,11 @@ def bits(name: str, array: Array) -> Array:
         return np.asarray(array)
     if array.dtype == bfloat16():
         return np.asarray(array).view(UINT16)
+    may_be_bits = array.dtype.kind in "iu" and array.dtype.itemsize == UINT16.itemsize
+    advice = ".astype('uint16') if these are bits" if may_be_bits else ".astype(ml_dtypes.bfloat16)"
     raise TypeError(
         f"{name}: expected dtype bfloat16 (or its bits as uint16), got {array.dtype}; "
-        "convert it with .astype(ml_dtypes.bfloat16)"
+        f"convert it with {advice}"
     )
 
 

@@ -13,7 +13,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 _lock = threading.Lock()
@@ -120,7 +120,12 @@ def run(task: Callable[..., Any], args: tuple[Any, ...], num_threads: int) -> No
 
     A call that no worker has begun when this thread's returns is dropped: its work is done by then.
     """
-    futures = [_workers().submit(task, *args) for _ in range(num_threads - 1)]
+    futures: list[Future[Any]] = []
+    try:
+        for _ in range(num_threads - 1):
+            futures.append(_workers().submit(task, *args))
+    except RuntimeError:  # the interpreter is ending and starts no threads: this one does it all
+        pass
     try:
         task(*args)
     finally:

@@ -213,7 +213,8 @@ def tile(
         return
     columns, advice = tile_blocks.shape[1], "tile_blocks needs a column for each block of a row"
     _lengths("tile_block_counts", tile_block_counts, "the tile capacity T", columns, advice)
-    tokens = tile_block_counts.astype(np.int64) * sizes.block_size
+    # A block size beyond int32 counts as 2^31: a block of it holds more tokens than a row may have.
+    tokens = tile_block_counts.astype(np.int64) * min(sizes.block_size, _INT32_MAX + 1)
     if tile_token_counts is not None:
         _tile_tokens(tile_token_counts, tokens)
         tokens = tile_token_counts

@@ -67,6 +67,12 @@ def paged_attention(
     RuntimeError
         If the requested device is not available.
 
+    Notes
+    -----
+    A NaN or +inf logit makes its head's row NaN. A logit of -inf has weight 0, and so has one more
+    than 87 below the largest of its split (the weight is below 2^-126). NaN or inf in a value shows
+    in its column; where the value's weight is 0, it may or may not.
+
     References
     ----------
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023.

@@ -139,7 +139,8 @@ def _bfloat16() -> np.dtype[Any]:
 def _float64(array: npt.NDArray[Any]) -> Float64Array:
     """Widen bfloat16, or its bits in uint16."""
     bits = array.dtype == np.uint16
-    return (array.view(_bfloat16()) if bits else array).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return (array.view(_bfloat16()) if bits else array).astype(np.float64)
 
 
 def _absorb(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import numpy as np
 
 from . import _arrays, _device, _validate
-from ._types import Array
+from ._types import Array, HostArray
 
 
 class AttentionState:
@@ -58,11 +61,21 @@ class AttentionState:
         )
         self.device: str = _device.resolve(device, home="cpu")
         rows = num_seqs * num_q_heads
-        self.buffer: Array = _arrays.empty(self.device, (rows * (head_dim + 2),), np.float32)
-        self.m: Array = self.buffer[:rows].reshape(num_seqs, num_q_heads)
-        self.l: Array = self.buffer[rows : 2 * rows].reshape(num_seqs, num_q_heads)
-        self.o: Array = self.buffer[2 * rows :].reshape(num_seqs, num_q_heads, head_dim)
+        self._buffer: Array = _arrays.empty(self.device, (rows * (head_dim + 2),), np.float32)
+        self._m: Array = self._buffer[:rows].reshape(num_seqs, num_q_heads)
+        self._l: Array = self._buffer[rows : 2 * rows].reshape(num_seqs, num_q_heads)
+        self._o: Array = self._buffer[2 * rows :].reshape(num_seqs, num_q_heads, head_dim)
         self.reset()
+
+    # Kernels trust these shapes: what is in the arrays may change, the arrays may not.
+    buffer = property(operator.attrgetter("_buffer"), doc="All of it, float32, contiguous.")
+    m = property(operator.attrgetter("_m"), doc="Running maximum of the logits, [S, Hq].")
+    l = property(operator.attrgetter("_l"), doc="Running sum of exp(s - m), [S, Hq].")
+    o = property(operator.attrgetter("_o"), doc="Running sum of exp(s - m) * v, [S, Hq, Dv].")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle by value: the arrays stay views of one buffer."""
+        return _restore, (self.o.shape, self.device, _arrays.to_host(self.buffer))
 
     @classmethod
     def like(cls, q: Array, v_pool: Array) -> AttentionState:
@@ -111,3 +124,10 @@ class AttentionState:
         sizes = dict(zip(("num_seqs", "num_q_heads", "head_dim"), self.o.shape, strict=True))
         text = ", ".join(f"{name}={size}" for name, size in sizes.items())
         return f"AttentionState({text}, device={self.device!r})"
+
+
+def _restore(shape: tuple[int, int, int], device: str, buffer: HostArray) -> AttentionState:
+    """Make a state again from what `AttentionState.__reduce__` kept."""
+    state = AttentionState(*shape, device=device)
+    _arrays.overwrite(state.buffer, buffer)
+    return state

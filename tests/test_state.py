@@ -1,5 +1,8 @@
 """AttentionState: the identity, one buffer, and a life between calls."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from _bound import assert_same_bits, check_state
@@ -100,3 +103,29 @@ def test_no_sequences_are_a_state_too(backend, num_seqs):
     state = backend.AttentionState(num_seqs, 2, 4)
     assert backend.finalize(state).shape == (num_seqs, 2, 4)
     assert backend.lse(state).shape == (num_seqs, 2)
+
+
+def pickled(state):
+    return pickle.loads(pickle.dumps(state))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_is_a_state_of_its_own(copied):
+    state = AttentionState(2, 3, 4)
+    state.buffer[:] = np.arange(state.buffer.size)
+    twin = copied(state)
+    assert_same_bits((twin.m, state.m), (twin.l, state.l), (twin.o, state.o))
+    for part in (twin.m, twin.l, twin.o):
+        assert np.shares_memory(part, twin.buffer)
+        assert not np.shares_memory(part, state.buffer)
+    twin.reset()
+    assert (twin.m == -np.inf).all()
+    assert (twin.l == 0).all()
+    assert state.l[1, 2] == 11
+
+
+@pytest.mark.parametrize("name", ["m", "l", "o", "buffer"])
+def test_the_arrays_of_a_state_stay(name):
+    """Kernels trust their shapes; what is in them may change."""
+    with pytest.raises(AttributeError):
+        setattr(AttentionState(2, 3, 4), name, np.zeros(1, np.float32))

@@ -12,6 +12,7 @@ from _process import run
 
 import numba_attn
 from numba_attn import _threads
+from numba_attn.kernels import cpu as cpu_kernels
 
 LENS = (1500, 0, 700, 1100, 3)
 
@@ -213,3 +214,40 @@ def test_a_wrong_number_of_threads_in_the_environment_is_an_error(monkeypatch, t
     monkeypatch.setenv("NUMBA_ATTN_NUM_THREADS", text)
     with pytest.raises(ValueError, match=f"NUMBA_ATTN_NUM_THREADS: must be .*, got '{text}'"):
         _threads._default_num_threads()
+
+
+@pytest.mark.parametrize("when", ["atexit.register(go)", "threading.Thread(target=late).start()"])
+def test_calls_after_the_main_thread_has_ended(when):
+    printed = run(
+        "import atexit, threading, time\n"
+        "import numba_attn, _backends, _cases, _bound\n"
+        "numba_attn.set_num_threads(3)\n"
+        "seqs = _cases.draw((3000, 3000)); paged = _cases.place(seqs, 16)\n"
+        "before = _cases.attend(_backends.get('cpu'), seqs, paged)\n"
+        "def go():\n"
+        "    after = _cases.attend(_backends.get('cpu'), seqs, paged)\n"
+        "    _bound.assert_same_bits(*zip(before, after, strict=True))\n"
+        "    print('same', flush=True)\n"
+        "def late():\n"
+        "    threading.main_thread().join()\n"
+        "    time.sleep(0.2)\n"
+        "    go()\n" + when
+    )
+    assert printed == "same"
+
+
+def test_a_call_from_within_a_call(cpu, monkeypatch):
+    """As a signal handler makes it: between the kernels of the call that it interrupts."""
+    inner, outer = ((s, place(s, 16)) for s in (draw((40, 600), seed=i) for i in (1, 2)))
+    expected = [attend(cpu, *case) for case in (inner, outer)]
+    merge_splits, answers = cpu_kernels.merge_splits, []
+
+    def interrupted(*arguments):
+        monkeypatch.setattr(cpu_kernels, "merge_splits", merge_splits)
+        answers.append(attend(cpu, *inner))
+        merge_splits(*arguments)
+
+    monkeypatch.setattr(cpu_kernels, "merge_splits", interrupted)
+    answers.append(attend(cpu, *outer))
+    for before, after in zip(expected, answers, strict=True):
+        assert_same_bits(*zip(before, after, strict=True))

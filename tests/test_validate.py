@@ -203,3 +203,15 @@ def test_sizes_may_be_small_numpy_ints():
     state = AttentionState(np.int8(100), np.int8(100), np.int8(3))
     assert state.buffer.size == 100 * 100 * 5
     assert state.o.shape == (100, 100, 3)
+
+
+def test_a_block_size_beyond_all_integers():
+    """count * B passes 64 bits; what is legal stays legal."""
+    pool = np.lib.stride_tricks.as_strided(np.ones(1, np.uint16), (1, 2**60, 1, 1), (0, 0, 0, 2))
+    q, state = np.ones((1, 1, 1), np.uint16), AttentionState(1, 1, 1)
+    table = np.zeros((1, 16), np.int32)
+    for counts in ([16], [8]):
+        with pytest.raises(ValueError, match="tile_block_counts: must be from 0 to the largest"):
+            numba_attn.step_tile(state, q, pool, pool, table, counts)
+        numba_attn.step_tile(state, q, pool, pool, table, counts, tile_token_counts=[5])
+    np.testing.assert_array_equal(state.l, 10)

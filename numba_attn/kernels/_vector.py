@@ -15,17 +15,19 @@ V16I = ir.VectorType(INT32, LANES)
 V32H = ir.VectorType(INT16, 2 * LANES)
 UNDEFINED = ir.Constant(V16F, ir.Undefined)
 
-# 2^f on [-1/2, 1/2] with 2^0 exact: minimax in the relative error, 2.0e-9 before rounding.
-EXP2 = (
+# e^r on [-ln(2)/2, ln(2)/2] with e^0 exact: minimax in the relative error, 2.0e-9 before rounding.
+EXP = (
     1.0,
-    0.6931471824645996,
-    0.24022647738456726,
-    0.055503323674201965,
-    0.00961843691766262,
-    0.0013398875016719103,
-    0.00015353361959569156,
+    1.0,
+    0.4999999403953552,
+    0.16666431725025177,
+    0.04166800156235695,
+    0.00837415549904108,
+    0.0013843653723597527,
 )
 LOG2E = 1.4426950408889634
+LN2_HIGH, LN2_LOW = 0.693359375, -2.1219444005469057e-4  # the first has 9 bits: n * it is exact
+LEAST_EXPONENT = -87.33654  # ln(2^-126)
 
 
 def constant(value, type=INT32):
@@ -201,17 +203,19 @@ def _fold_pair(builder, x, y, keep):
 def exp_nonpositive(builder, x):
     """Return exp(x) for x <= 0 by lane: 2 ulp; 0 below 2^-126 and for -inf; NaN for NaN.
 
-    No fast-math flags: adding and subtracting 1.5 * 2^23 rounds to an integer.
+    exp(x) = 2^n * exp(r), r = x - n * ln(2) in two steps. No fast-math flags: adding and
+    subtracting 1.5 * 2^23 rounds to an integer.
     """
-    x = builder.fmul(x, splat_constant(LOG2E))
     magic = splat_constant(12582912.0)
-    shifted = builder.fadd(x, magic)
-    fraction = builder.fsub(x, builder.fsub(shifted, magic))
-    power = splat_constant(EXP2[-1])
-    for coefficient in EXP2[-2::-1]:
-        power = fma(builder, power, fraction, splat_constant(coefficient))
+    shifted = fma(builder, x, splat_constant(LOG2E), magic)
+    n = builder.fsub(shifted, magic)
+    r = fma(builder, n, splat_constant(-LN2_HIGH), x)
+    r = fma(builder, n, splat_constant(-LN2_LOW), r)
+    power = splat_constant(EXP[-1])
+    for coefficient in EXP[-2::-1]:
+        power = fma(builder, power, r, splat_constant(coefficient))
     exponent = builder.shl(builder.bitcast(shifted, V16I), splat_constant(23, V16I))
     result = builder.bitcast(builder.add(builder.bitcast(power, V16I), exponent), V16F)
-    tiny = builder.fcmp_ordered("<", x, splat_constant(-126.0))
+    tiny = builder.fcmp_ordered("<", x, splat_constant(LEAST_EXPONENT))
     result = builder.select(tiny, splat_constant(0.0), result)
     return builder.select(builder.fcmp_unordered("uno", x, x), x, result)

@@ -18,6 +18,7 @@ from ._vector import has_pair_dot
 
 GROUP = _plan.GROUP_TOKENS
 SPLIT = _plan.SPLIT_TOKENS
+PAIR_DOT_SCALE = 65536.0  # see rows.pack
 SERIAL_BYTES = 1 << 20  # K/V bytes that are read in less time than it takes to wake a thread
 
 
@@ -39,7 +40,7 @@ def step_tile(state, q, k_pool, v_pool, tables, token_counts, scale):
         return
     num_kv_heads, head_dim, v_head_dim = k_pool.shape[2], k_pool.shape[3], v_pool.shape[3]
     attend_items = _attend_items(q.shape[1] // num_kv_heads, head_dim, v_head_dim)
-    partials = _partials((len(items), q.shape[1], v_head_dim))
+    partials = _take_partials((len(items), q.shape[1], v_head_dim))
     counter = np.zeros(1, np.int64)
     sizes = (k_pool.shape[1], num_kv_heads)
     inputs = (_locate(q), _locate(k_pool), _locate(v_pool), _locate(tables))
@@ -48,6 +49,7 @@ def step_tile(state, q, k_pool, v_pool, tables, token_counts, scale):
     useful = 1 + len(items) * SPLIT * token_bytes // SERIAL_BYTES
     _threads.run(attend_items, args, min(_threads.get_num_threads(), len(items), useful))
     merge_splits(state, partials, starts)
+    _scratch.partials = partials
 
 
 def merge_splits(state, partials, starts):
@@ -82,16 +84,17 @@ class _Partials(NamedTuple):
 _scratch = threading.local()
 
 
-def _partials(shape):
+def _take_partials(shape):
     """Return partials [n, Hq, Dv] to write into: this thread's last ones, where the shape fits.
 
-    Fresh memory would be mapped and cleared by the system at every call.
+    Fresh memory would be mapped and cleared by the system at every call. They are taken, and given
+    back at the end: a signal handler may call in between.
     """
-    last = getattr(_scratch, "partials", None)
-    if last is None or last.o.shape != shape:
-        m, l = (np.empty(shape[:2], np.float32) for _ in range(2))
-        _scratch.partials = last = _Partials(m, l, np.empty(shape, np.float32))
-    return last
+    last = _scratch.__dict__.pop("partials", None)
+    if last is not None and last.o.shape == shape:
+        return last
+    m, l = (np.empty(shape[:2], np.float32) for _ in range(2))
+    return _Partials(m, l, np.empty(shape, np.float32))
 
 
 def _locate(array):
@@ -135,7 +138,7 @@ def _attend_items(gqa, head_dim, v_head_dim):
             # load
             table = tables[0] + seq * tables[1]
             _list_rows(addresses, begin, end - begin, block_size, table, k_pool, v_pool)
-            tame = pair_dot
+            tame = pair_dot if scale <= PAIR_DOT_SCALE else 0
             for kv in range(num_kv_heads):
                 for g in range(gqa):
                     row = q[0] + seq * q[1] + (kv * gqa + g) * q[2]

@@ -23,7 +23,6 @@ from ._jit import shared
 NEG_INF = np.float32(-np.inf)
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
-LOG2E = np.float32(1.4426950408889634)
 
 
 @shared

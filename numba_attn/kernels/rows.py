@@ -59,7 +59,8 @@ def pack(typing_context, row, out, size):
     """Copy a bfloat16 row [size], zero-padded to whole chunks; tell (1 or 0) whether it is tame.
 
     Tame: every element is 0 or of magnitude 2^-126 to 2^60. With such a q, a dot product that
-    counts subnormals as 0 is off by less than D * 2^-65, which no weight exp(s - m) can show.
+    counts subnormals as 0 is off by less than D * 2^-65. Times a scale of at most 2^16 that is
+    nothing that a weight exp(s - m) could show.
     """
     count = size.literal_value
 

@@ -168,7 +168,7 @@ def absorb(typing_context, logits, scale, count, m, l, rescale, gqa):
 
     Notes
     -----
-    exp is exp2((s - m) * log2(e)) by a polynomial: within 2 ulp, 0 below 2^-126.
+    exp is a polynomial after an exact reduction: within 2 ulp, 0 below 2^-126.
     """
     num_heads = gqa.literal_value
     tokens = tile_tokens(num_heads)
