@@ -72,7 +72,7 @@ def decode(steps: list[Step]) -> Callable[[], None]:
 def launches_of(function: Callable[[], None]) -> list[Launch]:
     """Return the kernel launches of a function, without making them."""
     launches: list[Launch] = []
-    with mock.patch.object(_device.backend("cuda"), "_launch", lambda *args: launches.append(args)):
+    with mock.patch.object(_device.backend("cuda"), "launch", lambda *args: launches.append(args)):
         function()
     return launches
 

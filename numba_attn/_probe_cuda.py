@@ -13,12 +13,13 @@ from numba import cuda
 
 from . import _arrays, _device, _probe
 from ._workloads import Step
+from .kernels._jit import cuda_kernel
 
 _THREADS = 256
 _STREAM_BYTES = 1 << 16
 
 
-@cuda.jit
+@cuda_kernel
 @no_type_check
 def _read(k_words, v_words, pieces, folded):
     piece = cuda.blockIdx.x
@@ -50,10 +51,10 @@ def _reader(on_device: Step, pieces: _probe.Pieces) -> Callable[[], None]:
         pool.reshape(pool.size).view(np.uint64) for pool in (on_device.k_pool, on_device.v_pool)
     )
     device_pieces, folded = cuda.to_device(pieces), cuda.to_device(np.zeros(1, np.uint64))
-    launch, wait = _read[len(pieces), _THREADS], _device.cuda().synchronize
+    launch, wait = _device.backend("cuda").launch, _device.cuda().synchronize
 
     def read() -> None:
-        launch(k_words, v_words, device_pieces, folded)
+        launch(_read, len(pieces), _THREADS, k_words, v_words, device_pieces, folded)
         wait()
 
     return read

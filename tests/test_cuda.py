@@ -201,7 +201,7 @@ def test_no_tokens_no_launch(monkeypatch):
     def launch(*args):
         raise AssertionError("launched")
 
-    monkeypatch.setattr(twin(), "_launch", launch)
+    monkeypatch.setattr(twin(), "launch", launch)
     q, pool = np.zeros((0, 2, 8), np.uint16), np.zeros((3, 4, 1, 8), np.uint16)
     out = numba_attn.paged_attention(q, pool, pool, np.zeros((0, 1), "i4"), [], device="cuda")
     assert out.shape == (0, 2, 8)
@@ -250,7 +250,7 @@ def test_a_warp_sums_its_own_lanes():
 
     x = np.arange(64, dtype=np.float32)
     sums = to_device(np.zeros(64, np.float32))
-    twin()._launch(_warp_kernels.sums, 1, 64, to_device(x), sums)
+    twin().launch(_warp_kernels.sums, 1, 64, to_device(x), sums)
     assert _arrays.to_host(sums).tolist() == [x[:32].sum()] * 32 + [x[32:].sum()] * 32
 
 
@@ -262,7 +262,7 @@ def test_memory_primitives():
     wide, quotients = to_device(floats), to_device(np.zeros(16, np.int64))
     copied, back = to_device(copies), to_device(np.zeros(16, np.uint32))
     results = (wide, copied, back, quotients)
-    twin()._launch(_warp_kernels.primitives, 1, 32, to_device(bits), *results)
+    twin().launch(_warp_kernels.primitives, 1, 32, to_device(bits), *results)
     assert_same_bits(
         (_arrays.to_host(wide).astype(np.float32), bits.view(BFLOAT16).astype(np.float32)),
         (_arrays.to_host(copied), bits),
@@ -350,6 +350,6 @@ def test_recorded_launches_are_those_of_a_step(device_check):
     m, l, o, bits = launches[-1][3:7]  # of finalize
     assert (_arrays.to_host(m) == -np.inf).all(), "nothing has run yet"
     for launch in launches:
-        twin()._launch(*launch)
+        twin().launch(*launch)
     expected = numba_attn.paged_attention(*steps[-1].arguments())
     assert_same_bits((_arrays.to_host(bits).reshape(o.shape), _arrays.to_host(expected)))

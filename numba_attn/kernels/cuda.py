@@ -51,7 +51,7 @@ def step_tile(state, q, k_pool, v_pool, tables, token_counts, scale):
     sizes = (q.shape[1], q.shape[1] // num_kv_heads, block_size)
     memory = [array.memory for array in arrays]
     args = (*memory, where, sizes, scale, state.m, state.l, state.o)
-    _launch(_step_kernel(variant), state.m.size, variant.threads, *args)
+    launch(_step_kernel(variant), state.m.size, variant.threads, *args)
 
 
 def merge_splits(state, partials, starts):
@@ -89,7 +89,7 @@ def times(counts, factor):
     if counts.size:
         flat = _arrays.flatten(counts)
         where = (flat.offset, *flat.strides)
-        _launch(
+        launch(
             _times, _plan.ceil_div(counts.size, WARP), WARP, flat.memory, where, factor, products
         )
     return products
@@ -97,10 +97,10 @@ def times(counts, factor):
 
 def _launch_rows(kernel, state, *args):
     """Launch one warp for every row of a state."""
-    _launch(kernel, state.m.size, WARP, *args)
+    launch(kernel, state.m.size, WARP, *args)
 
 
-def _launch(kernel, blocks, threads, *args):
+def launch(kernel, blocks, threads, *args):
     """Launch a kernel; a small grid is no mistake of the user's."""
     with _launching, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Grid size .* low occupancy", Warning)
