@@ -17,8 +17,8 @@ from typing import Any
 
 import numba
 
-# No reassociation: bits must not depend on a loop's shape. No nnan or ninf, which fastmath=True
-# implies: the recurrence starts from -inf. No contraction: scale * x - m in one rounding would
+# No reassociation: bits must not depend on a loop's shape. No nnan or ninf, which the full set of
+# flags has: the recurrence starts from -inf. No contraction: scale * x - m in one rounding would
 # weigh the largest logit by something other than 1. Where a product is fused, the code says fma.
 _FASTMATH = False
 

@@ -6,6 +6,7 @@ Every function takes an LLVM IR builder and emits code; nothing here knows about
 import llvmlite.binding
 import numba
 from llvmlite import ir
+from numba.core import cgutils
 
 LANES = 16
 FLOAT = ir.FloatType()
@@ -58,6 +59,12 @@ def _pointer(builder, address, type, offset):
     return builder.inttoptr(address, type.as_pointer())
 
 
+def _call(builder, name, type, arguments):
+    """Call an LLVM function by its full name: llvmlite cannot mangle vector types."""
+    function = cgutils.get_or_insert_function(builder.module, type, name)
+    return builder.call(function, arguments)
+
+
 def load(builder, address, type, offset=0, align=4):
     """Load a value from address + offset bytes."""
     value = builder.load(_pointer(builder, address, type, offset))
@@ -75,13 +82,10 @@ def prefetch(builder, address, offset):
 
     Not into the first: its few line buffers would be held until the line has come from memory.
     """
-    name, module = "llvm.prefetch.p0", builder.module
-    function = module.globals.get(name)
-    if function is None:
-        type = ir.FunctionType(ir.VoidType(), [INT8.as_pointer(), INT32, INT32, INT32])
-        function = ir.Function(module, type, name)
+    type = ir.FunctionType(ir.VoidType(), [INT8.as_pointer(), INT32, INT32, INT32])
     read, second_level, data = constant(0), constant(2), constant(1)
-    builder.call(function, [_pointer(builder, address, INT8, offset), read, second_level, data])
+    line = _pointer(builder, address, INT8, offset)
+    _call(builder, "llvm.prefetch.p0", type, [line, read, second_level, data])
 
 
 def load_chunk(builder, row, offset, length):
@@ -115,11 +119,7 @@ def fma(builder, x, y, z):
     """Return x * y + z, rounded once where the CPU can; x * y where z is None."""
     if z is None:
         return builder.fmul(x, y)
-    name, module = "llvm.fmuladd.v16f32", builder.module
-    function = module.globals.get(name)
-    if function is None:  # llvmlite's declare_intrinsic cannot name vector types
-        function = ir.Function(module, ir.FunctionType(V16F, [V16F] * 3), name)
-    return builder.call(function, [x, y, z])
+    return _call(builder, "llvm.fmuladd.v16f32", ir.FunctionType(V16F, [V16F] * 3), [x, y, z])
 
 
 def maximum(builder, x, y):
@@ -154,13 +154,11 @@ def pair_dot(builder, x, y, z):
 
     x and y are 16 words of two bfloat16. Subnormal inputs and sums count as 0.
     """
-    name, module = "llvm.x86.avx512bf16.dpbf16ps.512", builder.module
     pairs = ir.VectorType(_BFloat16(), 2 * LANES)
-    function = module.globals.get(name)
-    if function is None:
-        function = ir.Function(module, ir.FunctionType(V16F, [V16F, pairs, pairs]), name)
+    type = ir.FunctionType(V16F, [V16F, pairs, pairs])
+    x, y = (builder.bitcast(words, pairs) for words in (x, y))
     z = splat_constant(0.0) if z is None else z
-    return builder.call(function, [z, builder.bitcast(x, pairs), builder.bitcast(y, pairs)])
+    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", type, [z, x, y])
 
 
 def all_pairs_exact(builder, words):

@@ -14,7 +14,7 @@ import numpy as np
 from .. import _plan, _threads
 from . import recurrence, rows, simd
 from ._jit import kernel, shared
-from ._vector import has_pair_dot
+from ._vector import LANES, has_pair_dot
 
 GROUP = _plan.GROUP_TOKENS
 SPLIT = _plan.SPLIT_TOKENS
@@ -109,7 +109,7 @@ def _attend_items(gqa, head_dim, v_head_dim):
     One is compiled per (G, D, Dv); everything else is a run-time value.
     """
     width, v_width = rows.padded(head_dim), rows.padded(v_head_dim)
-    tile_tokens, lanes = simd.tile_tokens(gqa), simd.head_tiles(gqa) * 16
+    tile_tokens, lanes = simd.tile_tokens(gqa), simd.head_tiles(gqa) * LANES
     logits = simd.logits_size(gqa)
     pair_dot = int(has_pair_dot())
     # Tokens per load and store of o: few keep the reads in address order, many save arithmetic,
@@ -165,20 +165,11 @@ def _attend_items(gqa, head_dim, v_head_dim):
                     simd.absorb(p, scale, n, _at(maxima, kv), _at(sums, kv), factor, gqa)
                 # accumulate
                 whole = count - count % strip  # in strips; the tokens of the rest come singly
+                scratch = (weights, values, rescale, ones)
                 for t in range(0, whole, strip):
-                    here, ahead = v_rows + 8 * t, v_rows + 8 * (t + GROUP)
-                    for kv in range(num_kv_heads):
-                        p, o_h, offset = _at(weights, kv), _at(values, kv), kv * v_pool[3]
-                        factor = _at(rescale, kv) if t == 0 else _at(ones, 0)
-                        simd.accumulate(
-                            p, t, here, ahead, offset, factor, o_h, gqa, v_head_dim, strip
-                        )
+                    _accumulate(t, v_rows, v_pool[3], scratch, gqa, v_head_dim, strip)
                 for t in range(whole, count):
-                    here = v_rows + 8 * t
-                    for kv in range(num_kv_heads):
-                        p, o_h, offset = _at(weights, kv), _at(values, kv), kv * v_pool[3]
-                        factor = _at(rescale, kv) if t == 0 else _at(ones, 0)
-                        simd.accumulate(p, t, here, here, offset, factor, o_h, gqa, v_head_dim, 1)
+                    _accumulate(t, v_rows, v_pool[3], scratch, gqa, v_head_dim, 1)
             # store
             for kv in range(num_kv_heads):
                 h = kv * gqa
@@ -204,6 +195,17 @@ def _aligned(num_rows, size):
 def _at(array, row):
     """Return the address of a row."""
     return array[row].ctypes.data
+
+
+@shared
+def _accumulate(t, v_rows, v_head, scratch, gqa, v_head_dim, count):
+    """Accumulate tokens t to t + count of a group, all heads; gqa, v_head_dim, count: literal."""
+    weights, values, rescale, ones = scratch
+    here = v_rows + 8 * t
+    for kv in range(len(weights)):
+        p, o_h, ahead, offset = _at(weights, kv), _at(values, kv), here + 8 * GROUP, kv * v_head
+        factor = _at(rescale, kv) if t == 0 else _at(ones, 0)
+        simd.accumulate(p, t, here, ahead, offset, factor, o_h, gqa, v_head_dim, count)
 
 
 @shared

@@ -14,6 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ._vector import (
+    INT32,
     INT64,
     LANES,
     V16F,
@@ -41,7 +42,7 @@ def row_chunks(size):
 
 @intrinsic(prefer_literal=True)
 def widen(typing_context, row, out, size):
-    """Widen a bfloat16 row [size] into floats in lane order, zero-padded to whole chunks."""
+    """Widen a bfloat16 row [size] into floats in row order, zero-padded to whole chunks."""
     count = size.literal_value
 
     def codegen(context, builder, signature, args):
@@ -77,7 +78,7 @@ def pack(typing_context, row, out, size):
 
 @intrinsic(prefer_literal=True)
 def natural_order(typing_context, row, out, size):
-    """Copy floats in lane order into a plain float32 row [size]."""
+    """Copy floats in row order into a plain float32 row [size]."""
     count = size.literal_value
 
     def codegen(context, builder, signature, args):
@@ -105,7 +106,7 @@ def load_int32(typing_context, address):
     """Load an int32 from an address."""
 
     def codegen(context, builder, signature, args):
-        return load(builder, args[0], ir.IntType(32))
+        return load(builder, args[0], INT32)
 
     return types.int32(types.intp), codegen
 
@@ -115,7 +116,7 @@ def float_bits(typing_context, x):
     """Return the bits of a float32 as uint32."""
 
     def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
+        return builder.bitcast(args[0], INT32)
 
     return types.uint32(types.float32), codegen
 

@@ -16,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .. import _plan
 from ._vector import (
     FLOAT,
     INT64,
@@ -39,7 +40,7 @@ from ._vector import (
 )
 from .rows import padded, row_chunks
 
-GROUP = 16  # tokens absorbed at a time
+GROUP = _plan.GROUP_TOKENS  # as many as a vector has lanes
 TILE_HEADS = 8  # query heads in registers at a time
 LINE = 64  # bytes of a cache line
 
@@ -87,7 +88,7 @@ def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size
     num_heads, columns = gqa.literal_value, size.literal_value
     row_size = padded(columns)
 
-    def emit(builder, args, multiply):
+    def emit(builder, args, base, itemsize, multiply):
         rows, ahead, offset, tile, logits = args[2:7]
         tokens = tile_tokens(num_heads)
         k_rows = [_row_address(builder, rows, offset, t) for t in range(tokens)]
@@ -99,7 +100,6 @@ def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size
             lanes = padded_heads(heads) * tokens
             to = _element(builder, logits, head_tile, 4 * TILE_HEADS * GROUP)
             to = _element(builder, to, tile, 4 * lanes)
-            base, itemsize = (args[0], 4) if multiply is _multiply_floats else (args[1], 2)
             query = _element(builder, base, head_tile, itemsize * TILE_HEADS * row_size)
             heads_at = [
                 builder.add(query, constant(itemsize * row_size * h, INT64)) for h in range(heads)
@@ -108,15 +108,16 @@ def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size
             store(builder, shuffle(builder, sums, sums, range(lanes)), to, 0)
 
     def codegen(context, builder, signature, args):
+        q, pairs = args[:2]
         if dot.literal_value:
-            packed = builder.icmp_unsigned("!=", args[1], constant(0, INT64))
+            packed = builder.icmp_unsigned("!=", pairs, constant(0, INT64))
             with builder.if_else(packed) as (then, otherwise):
                 with then:
-                    emit(builder, args, _multiply_pairs)
+                    emit(builder, args, pairs, 2, _multiply_pairs)
                 with otherwise:
-                    emit(builder, args, _multiply_floats)
+                    emit(builder, args, q, 4, _multiply_floats)
         else:
-            emit(builder, args, _multiply_floats)
+            emit(builder, args, q, 4, _multiply_floats)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 7, gqa, size, dot), codegen
