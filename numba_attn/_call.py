@@ -1,0 +1,47 @@
+"""What the API hands to a backend: validated, on the state's device, ready to run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ._types import Array
+
+
+class Formats(NamedTuple):
+    """The number formats of a call, by dtype name; arrays carry their bits (`_arrays.CARRIERS`)."""
+
+    q: str = "bfloat16"
+    k: str = "bfloat16"
+    v: str = "bfloat16"
+
+
+class Tile(NamedTuple):
+    """The keys of one step, and where they and the queries stand; arrays are int32.
+
+    A *row* is one query token of the batch. Query i of a sequence with Q queries stands at position
+    ``seq_len - Q + i``.
+    """
+
+    tables: Array  # [S, T]
+    token_counts: Array  # [S], tokens of each sequence in this tile
+    starts: Array | None = None  # [S], position of the tile's first token; None: 0
+    seq_lens: Array | None = None  # [S]; None: the tile ends the sequence
+    seq_starts: Array | None = None  # [S], the first position attended to; None: 0
+    query_starts: Array | None = None  # [S + 1], the rows of each sequence; None: Q each
+    num_queries: int = 1  # Q; 0 with query_starts
+
+
+class Options(NamedTuple):
+    """What shapes the logits and values; an option that is off is 0, False or None."""
+
+    scale: float
+    softcap: float = 0.0
+    sliding_window: int = 0  # keys, the query's own included
+    causal: bool = True
+    alibi_slopes: Array | None = None  # float32 [Hq]
+    k_scale: Array | None = None  # float32 [Hkv] or [N, B, Hkv]
+    v_scale: Array | None = None
+
+    def token_scales(self) -> bool:
+        """Tell whether each token has scales of its own."""
+        return any(x is not None and len(x.shape) == 3 for x in (self.k_scale, self.v_scale))
