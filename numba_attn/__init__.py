@@ -7,7 +7,8 @@ same computation, a tile of K/V blocks at a time. `reference` is the specificati
 from . import reference
 from ._device import available_devices
 from ._threads import get_num_threads, set_num_threads
-from .api import finalize, merge, paged_attention, step_tile, warmup
+from ._warmup import warmup
+from .api import finalize, merge, paged_attention, step_tile
 from .state import AttentionState
 
 __version__ = "0.1.0"

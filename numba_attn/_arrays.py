@@ -1,6 +1,6 @@
 """User arrays <-> the typed views that kernels take.
 
-bfloat16 travels as its bits in uint16, and only this module knows: kernels see uint16.
+Numbers travel as their bits in plain dtypes (bfloat16 as uint16), and only this module knows.
 """
 
 from __future__ import annotations
@@ -16,47 +16,114 @@ from ._types import Array, HostArray
 
 UINT16 = np.dtype(np.uint16)
 
+CARRIERS = {
+    "bfloat16": UINT16,
+    "float16": UINT16,
+    "float32": np.dtype(np.float32),
+    "float8_e4m3fn": np.dtype(np.uint8),
+    "float8_e5m2": np.dtype(np.uint8),
+    "int8": np.dtype(np.int8),
+}
+"""The dtypes of the arrays that kernels see, by number format."""
+
+QUERY_FORMATS = ("bfloat16", "float16", "float32")
+POOL_FORMATS = tuple(CARRIERS)
+
+_NUMPY_FORMATS = {
+    UINT16: "bfloat16",
+    np.dtype(np.float16): "float16",
+    np.dtype(np.float32): "float32",
+    np.dtype(np.int8): "int8",
+}
+
 
 @functools.cache
-def bfloat16() -> np.dtype[Any]:
-    """Return the dtype; ml_dtypes is slow to import, so it is on first use."""
+def ml_dtype(name: str) -> np.dtype[Any]:
+    """Return a dtype of ml_dtypes, which is slow to import: it is on first use."""
     import ml_dtypes
 
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
     return dtype
 
 
-def bits(name: str, array: Array) -> Array:
-    """View a bfloat16 array (or bfloat16 bits in uint16) as uint16; nothing is copied.
+@functools.cache
+def format_of(dtype: np.dtype[Any]) -> str | None:
+    """Return the number format of a dtype; uint16 is taken as bfloat16 bits.
+
+    Examples
+    --------
+    >>> format_of(np.dtype(np.uint16)), format_of(np.dtype(np.int64))
+    ('bfloat16', None)
+    """
+    if dtype in _NUMPY_FORMATS:
+        return _NUMPY_FORMATS[dtype]
+    extended = (name for name in CARRIERS if name not in ("float16", "float32", "int8"))
+    return next((name for name in extended if dtype == ml_dtype(name)), None)
+
+
+def carried(name: str, array: Array, formats: tuple[str, ...]) -> tuple[Array, str]:
+    """View an array as the carrier of its number format, and name the format; nothing is copied.
 
     Raises
     ------
     TypeError
-        If `array` is no array, or has another dtype.
+        If `array` is no array, or has another format than those given.
     """
-    if _device.is_device_array(array):
-        view = _device.as_device_array(array)
-        if view.dtype != UINT16:
-            raise TypeError(
-                f"{name}: a device array carries bfloat16 as its bits in uint16, got {view.dtype}; "
-                "view it as uint16"
-            )
-        return view
-    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+    on_device = _device.is_device_array(array)
+    if not on_device and (
+        not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)
+    ):
         raise TypeError(
             f"{name}: expected a NumPy array or a CUDA array, got {type(array).__name__}; "
             "convert it with numpy.asarray"
         )
-    if array.dtype == UINT16:
-        return np.asarray(array)
-    if array.dtype == bfloat16():
-        return np.asarray(array).view(UINT16)
-    may_be_bits = array.dtype.kind in "iu" and array.dtype.itemsize == UINT16.itemsize
-    advice = ".astype('uint16') if these are bits" if may_be_bits else ".astype(ml_dtypes.bfloat16)"
-    raise TypeError(
-        f"{name}: expected dtype bfloat16 (or its bits as uint16), got {array.dtype}; "
-        f"convert it with {advice}"
-    )
+    view = _device.as_device_array(array) if on_device else np.asarray(array)
+    found = format_of(view.dtype)
+    if found not in formats:
+        may_be_bits = view.dtype == np.int16
+        advice = "'uint16') if these are bfloat16 bits" if may_be_bits else "ml_dtypes.bfloat16)"
+        raise TypeError(
+            f"{name}: expected dtype {', '.join(formats)} (or bfloat16 bits as uint16), "
+            f"got {view.dtype}; convert it with .astype({advice}"
+        )
+    return as_carrier(view), found
+
+
+def as_carrier(array: Array) -> Array:
+    """View an array of a known format as its carrier."""
+    carrier = CARRIERS[format_of(array.dtype) or ""]
+    return array if array.dtype == carrier else array.view(carrier)
+
+
+def result_dtype(kind: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a result on a device: there, bfloat16 travels as its bits in uint16."""
+    return UINT16 if kind == "cuda" and format_of(dtype) == "bfloat16" else dtype
+
+
+def floats(name: str, array: Any) -> Array:
+    """Return numbers as float32, on the device that they are on; other dtypes are converted.
+
+    Raises
+    ------
+    TypeError
+        If the values are not numbers, or a device array is not float32.
+    """
+    if _device.is_device_array(array):
+        view = _device.as_device_array(array)
+        if view.dtype != np.float32:
+            raise TypeError(
+                f"{name}: a device array must be float32, got {view.dtype}; convert it on the "
+                "device"
+            )
+        return view
+    host = _host_numbers(name, array, "floats (float32)")
+    if host.dtype.kind not in "iuf" and format_of(host.dtype) is None:
+        raise TypeError(
+            f"{name}: expected floats (float32), got {host.dtype}; convert it with "
+            ".astype('float32')"
+        )
+    with np.errstate(over="ignore"):
+        return host.astype(np.float32, copy=False)
 
 
 def integers(name: str, array: Any) -> Array:
@@ -74,7 +141,7 @@ def integers(name: str, array: Any) -> Array:
                 f"{name}: a device array must be int32, got {view.dtype}; convert it on the device"
             )
         return view
-    host = _host_numbers(name, array)
+    host = _host_numbers(name, array, "integers (int32)")
     if host.size == 0 and not isinstance(array, np.ndarray):
         host = host.astype(np.int32)  # [] has no dtype of its own
     if host.dtype.kind not in "iu":
@@ -84,11 +151,9 @@ def integers(name: str, array: Any) -> Array:
     return host
 
 
-def _host_numbers(name: str, array: Any) -> HostArray:
+def _host_numbers(name: str, array: Any, expected: str) -> HostArray:
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name}: expected integers (int32), got a masked array; pass array.filled(...)"
-        )
+        raise TypeError(f"{name}: expected {expected}, got a masked array; pass array.filled(...)")
     try:
         return np.asarray(array)
     except ValueError as error:

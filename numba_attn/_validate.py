@@ -7,39 +7,38 @@ to do. Everything here runs before anything is written. ``ValueError`` is for sh
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any
 
 import numpy as np
 
-from . import _device
+from . import _arrays, _device, _plan
+from ._call import Options, Tile
 from ._plan import Sizes
 from ._types import Array, HostArray
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-_FLOAT32_MIN = float(np.finfo(np.float32).smallest_subnormal)
 _OVERLAP_WORK: Any = 10_000  # steps of numpy.shares_memory, which is exponential at worst
 
 
-def axes(name: str, array: Array, letters: str, count: int) -> None:
-    """Check the number of axes."""
+def axes(name: str, array: Array, letters: str, *counts: int) -> None:
+    """Check the number of axes, one of `counts`."""
     if not hasattr(array, "shape"):
         raise TypeError(
             f"{name}: expected an array {letters}, got {type(array).__name__}; "
             "convert it with numpy.asarray"
         )
-    if len(array.shape) != count:
+    if len(array.shape) not in counts:
+        number = " or ".join(map(str, counts))
         raise ValueError(
-            f"{name}: expected {count} axes {letters}, got shape {tuple(array.shape)}; reshape it"
+            f"{name}: expected {number} axes {letters}, got shape {tuple(array.shape)}; reshape it"
         )
 
 
-def _rows(name: str, array: Array, letters: str, count: int) -> None:
+def rows(name: str, array: Array, letters: str, *counts: int) -> None:
     """Check the number of axes, that the last one is contiguous, and alignment."""
-    axes(name, array, letters, count)
-    strided = 0 not in array.shape and array.shape[count - 1] > 1  # else strides mean nothing
+    axes(name, array, letters, *counts)
+    strided = 0 not in array.shape and array.shape[-1] > 1  # else strides mean nothing
     if strided and array.strides[-1] != array.dtype.itemsize:
         raise ValueError(
             f"{name}: the last axis of {letters} must be contiguous (stride {array.dtype.itemsize} "
@@ -60,19 +59,29 @@ def _positive(name: str, letter: str, size: int, array: Array) -> None:
         )
 
 
-def attention_sizes(q: Array, k_pool: Array, v_pool: Array) -> Sizes:
+def attention_sizes(
+    q: Array, k_pool: Array, v_pool: Array, query_starts: Array | None = None
+) -> Sizes:
     """Check the shapes of q and the pools against each other.
 
     Parameters
     ----------
-    q : uint16 [S, Hq, D]
-    k_pool : uint16 [N, B, Hkv, D]
-    v_pool : uint16 [N, B, Hkv, Dv]
+    q : [S, Hq, D], [S, Q, Hq, D], or with query_starts [rows, Hq, D]
+    k_pool : [N, B, Hkv, D]
+    v_pool : [N, B, Hkv, Dv]
+    query_starts : [S + 1], optional
     """
-    _rows("q", q, "[S, Hq, D]", 3)
-    _rows("k_pool", k_pool, "[N, B, Hkv, D]", 4)
-    _rows("v_pool", v_pool, "[N, B, Hkv, Dv]", 4)
-    num_seqs, num_q_heads, head_dim = q.shape
+    if query_starts is None:
+        rows("q", q, "[S, Hq, D] or [S, Q, Hq, D]", 3, 4)
+        num_queries = 1 if len(q.shape) == 3 else q.shape[1]
+        num_seqs, num_rows = q.shape[0], q.shape[0] * num_queries
+        _positive("q", "Q", num_queries, q)
+    else:
+        rows("q", q, "[tokens, Hq, D] (with query_start_loc)", 3)
+        num_seqs, num_rows, num_queries = _ragged(query_starts, q.shape[0]), q.shape[0], 0
+    rows("k_pool", k_pool, "[N, B, Hkv, D]", 4)
+    rows("v_pool", v_pool, "[N, B, Hkv, Dv]", 4)
+    num_q_heads, head_dim = q.shape[-2:]
     num_blocks, block_size, num_kv_heads, k_dim = k_pool.shape
     _positive("q", "Hq", num_q_heads, q)
     _positive("q", "D", head_dim, q)
@@ -92,8 +101,34 @@ def attention_sizes(q: Array, k_pool: Array, v_pool: Array) -> Sizes:
         )
     head_ratio("q", num_q_heads, num_kv_heads)
     return Sizes(
-        num_seqs, num_q_heads, num_kv_heads, head_dim, v_pool.shape[3], num_blocks, block_size
+        num_seqs=num_seqs,
+        num_rows=num_rows,
+        num_queries=num_queries,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_pool.shape[3],
+        num_blocks=num_blocks,
+        block_size=block_size,
     )
+
+
+def _ragged(query_starts: Array, num_rows: int) -> int:
+    """Check the rows of each sequence [S + 1]; return S."""
+    if len(query_starts.shape) != 1 or query_starts.shape[0] < 1:
+        raise ValueError(
+            f"query_start_loc: expected shape [S + 1], got {tuple(query_starts.shape)}; pass where "
+            "the queries of each sequence begin in q, and their number in all"
+        )
+    if isinstance(query_starts, np.ndarray):
+        steps = np.diff(query_starts.astype(np.int64))
+        ends = int(query_starts[0]), int(query_starts[-1])
+        if ends != (0, num_rows) or (steps < 0).any():
+            raise ValueError(
+                f"query_start_loc: must rise from 0 to the {num_rows} rows of q, got "
+                f"{query_starts.tolist()}; pass the running sum of the queries of each sequence"
+            )
+    return int(query_starts.shape[0]) - 1
 
 
 def head_ratio(name: str, num_q_heads: int, num_kv_heads: int) -> None:
@@ -105,32 +140,11 @@ def head_ratio(name: str, num_q_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def softmax_scale(scale: Any, head_dim: int) -> float:
-    """Return the scale, by default 1 / sqrt(D)."""
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    real = isinstance(scale, numbers.Real) or type(scale).__name__ == "bfloat16"
-    if isinstance(scale, bool) or not real:
-        raise TypeError(
-            f"scale: expected a real number or None, got {type(scale).__name__}; pass a float"
-        )
-    try:
-        value = float(scale)
-    except OverflowError:  # an int or a fraction beyond float64
-        value = math.inf
-    if not _FLOAT32_MIN <= value <= _FLOAT32_MAX:
-        raise ValueError(
-            f"scale: must be positive and finite in float32, got {value}; "
-            f"None stands for 1 / sqrt(D) = {1.0 / math.sqrt(head_dim):.6g}"
-        )
-    return value
-
-
-def _per_sequence(name: str, array: Array, num_seqs: int) -> None:
+def per_sequence(name: str, array: Array, num_seqs: int) -> None:
     if tuple(array.shape) != (num_seqs,):
         raise ValueError(
             f"{name}: expected shape [S] = ({num_seqs},), one per sequence of q, "
-            f"got {tuple(array.shape)}; pass one number for each row of q"
+            f"got {tuple(array.shape)}; pass one number for each sequence"
         )
 
 
@@ -138,7 +152,7 @@ def _table(name: str, array: Array, num_seqs: int, columns: str) -> None:
     if len(array.shape) != 2 or array.shape[0] != num_seqs:
         raise ValueError(
             f"{name}: expected shape [S, {columns}] with S = {num_seqs}, a row per sequence of q, "
-            f"got {tuple(array.shape)}; pass a row of block ids for each row of q"
+            f"got {tuple(array.shape)}; pass a row of block ids for each sequence"
         )
 
 
@@ -148,7 +162,7 @@ def _outside(values: HostArray, end: HostArray | int) -> HostArray:
     return outside
 
 
-def _lengths(name: str, lens: HostArray, rule: str, most: int, advice: str) -> None:
+def lengths(name: str, lens: HostArray, rule: str, most: int, advice: str) -> None:
     """Check that lengths lie in 0..most."""
     bad = _outside(lens, min(most, _INT32_MAX) + 1)
     if np.count_nonzero(bad):
@@ -159,32 +173,46 @@ def _lengths(name: str, lens: HostArray, rule: str, most: int, advice: str) -> N
         )
 
 
-def _block_ids(name: str, table: HostArray, lens: HostArray, sizes: Sizes) -> None:
-    """Check the ids of each row's first `lens` tokens against the pool; no others are read."""
-    bad = _outside(table, min(sizes.num_blocks, _INT32_MAX + 1))
+def lengths_within(name: str, lens: HostArray, rule: str, most: HostArray, advice: str) -> None:
+    """Check that lengths lie in 0..most, row by row."""
+    bad = _outside(lens, most.astype(np.uint64) + np.uint64(1))
+    if np.count_nonzero(bad):
+        row = int(np.argmax(bad))
+        raise ValueError(
+            f"{name}: must be from 0 to {rule} = {int(most[row])}, "
+            f"got {int(lens[row])} in row {row}; {advice}"
+        )
+
+
+def block_ids(name: str, tile: Tile, options: Options, sizes: Sizes) -> None:
+    """Check the ids of the blocks that hold attended tokens against the pool; no others are read.
+
+    The arrays of the tile are on the host, and but for the table checked.
+    """
+    bad = _outside(tile.tables, min(sizes.num_blocks, _INT32_MAX + 1))
     if not np.count_nonzero(bad):
         return
-    used = -(-lens.astype(np.int64) // sizes.block_size)
-    bad &= np.arange(table.shape[1]) < used[:, None]
+    first, end = _plan.used_tokens(tile, options.sliding_window, options.causal)
+    block_size = min(sizes.block_size, _INT32_MAX + 1)
+    token = np.arange(tile.tables.shape[1]) * block_size  # the first of each entry
+    bad &= (token < end[:, None]) & (token + block_size > first[:, None])
     if np.count_nonzero(bad):
-        row, column = divmod(int(np.argmax(bad)), table.shape[1])
+        row, entry = divmod(int(np.argmax(bad)), tile.tables.shape[1])
         raise ValueError(
             f"{name}: ids in use must be from 0 to N - 1 = {sizes.num_blocks - 1} (and fit int32), "
-            f"got {int(table[row, column])} in row {row}, entry {column} (of {int(used[row])} in "
-            "use); pass ids of blocks in k_pool, or a shorter length"
+            f"got {int(tile.tables[row, entry])} in row {row}, entry {entry} (tokens {first[row]} "
+            f"to {end[row]} are in use); pass ids of blocks in k_pool, or a shorter length"
         )
 
 
 def paged(sizes: Sizes, block_tables: Array, seq_lens: Array) -> None:
-    """Check block tables [S, max_blocks] and lengths [S] against the pool."""
+    """Check the shape of block tables [S, max_blocks], and lengths [S]."""
     _table("block_tables", block_tables, sizes.num_seqs, "max_blocks")
-    _per_sequence("seq_lens", seq_lens, sizes.num_seqs)
-    if not isinstance(seq_lens, np.ndarray):
-        return
-    capacity = block_tables.shape[1] * sizes.block_size
-    advice = "a row of block_tables needs ceil(seq_len / B) entries"
-    _lengths("seq_lens", seq_lens, "max_blocks * B", capacity, advice)
-    _block_ids("block_tables", block_tables, seq_lens, sizes)
+    per_sequence("seq_lens", seq_lens, sizes.num_seqs)
+    if isinstance(seq_lens, np.ndarray):
+        capacity = block_tables.shape[1] * sizes.block_size
+        advice = "a row of block_tables needs ceil(seq_len / B) entries"
+        lengths("seq_lens", seq_lens, "max_blocks * B", capacity, advice)
 
 
 def contiguous(sizes: Sizes, seq_lens: Array) -> None:
@@ -195,50 +223,39 @@ def contiguous(sizes: Sizes, seq_lens: Array) -> None:
             f"have N = S = {sizes.num_seqs} blocks, got N = {sizes.num_blocks}; "
             "pass block_tables for a paged pool"
         )
-    _per_sequence("seq_lens", seq_lens, sizes.num_seqs)
+    per_sequence("seq_lens", seq_lens, sizes.num_seqs)
     if isinstance(seq_lens, np.ndarray):
         advice = "a contiguous cache holds B tokens of a sequence"
-        _lengths("seq_lens", seq_lens, "the capacity B", sizes.block_size, advice)
+        lengths("seq_lens", seq_lens, "the capacity B", sizes.block_size, advice)
 
 
 def tile(
     sizes: Sizes, tile_blocks: Array, tile_block_counts: Array, tile_token_counts: Array | None
 ) -> None:
-    """Check one tile: ids [S, T], block counts [S] and optional token counts [S]."""
+    """Check one tile: the shape of ids [S, T], block counts [S], optional token counts [S]."""
     _table("tile_blocks", tile_blocks, sizes.num_seqs, "T")
-    _per_sequence("tile_block_counts", tile_block_counts, sizes.num_seqs)
+    per_sequence("tile_block_counts", tile_block_counts, sizes.num_seqs)
     if tile_token_counts is not None:
-        _per_sequence("tile_token_counts", tile_token_counts, sizes.num_seqs)
+        per_sequence("tile_token_counts", tile_token_counts, sizes.num_seqs)
     if not isinstance(tile_block_counts, np.ndarray):
         return
     columns, advice = tile_blocks.shape[1], "tile_blocks needs a column for each block of a row"
-    _lengths("tile_block_counts", tile_block_counts, "the tile capacity T", columns, advice)
+    lengths("tile_block_counts", tile_block_counts, "the tile capacity T", columns, advice)
     # A block size beyond int32 counts as 2^31: a block of it holds more tokens than a row may have.
     tokens = tile_block_counts.astype(np.int64) * min(sizes.block_size, _INT32_MAX + 1)
     if tile_token_counts is not None:
-        _tile_tokens(tile_token_counts, tokens)
+        advice = "pass fewer tokens, or more blocks"
+        lengths_within("tile_token_counts", tile_token_counts, "count * B", tokens, advice)
         tokens = tile_token_counts
-    _lengths("tile_block_counts", tokens, "the largest count * B", _INT32_MAX, "pass smaller tiles")
-    _block_ids("tile_blocks", tile_blocks, tokens, sizes)
-
-
-def _tile_tokens(token_counts: HostArray, capacity: HostArray) -> None:
-    """Check that each row's tokens fit into its blocks."""
-    bad = _outside(token_counts, capacity + 1)
-    if np.count_nonzero(bad):
-        row = int(np.argmax(bad))
-        raise ValueError(
-            f"tile_token_counts: must be from 0 to count * B = {int(capacity[row])}, "
-            f"got {int(token_counts[row])} in row {row}; pass fewer tokens, or more blocks"
-        )
+    lengths("tile_block_counts", tokens, "the largest count * B", _INT32_MAX, "pass smaller tiles")
 
 
 def positive_sizes(**named: Any) -> list[int]:
-    """Check named sizes, of which only num_seqs may be 0; return them as ints."""
+    """Check named sizes, of which those of the batch may be 0; return them as ints."""
     for name, size in named.items():
         if isinstance(size, bool) or not isinstance(size, numbers.Integral):
             raise TypeError(f"{name}: expected an integer, got {type(size).__name__}; pass an int")
-        least = 0 if name == "num_seqs" else 1
+        least = 0 if name in ("num_seqs", "num_queries") else 1
         if size < least:
             raise ValueError(
                 f"{name}: must be at least {least}, got {size}; pass the size of q's or v's axis"
@@ -264,25 +281,28 @@ def is_state(name: str, state: Any, kind: type) -> None:
         )
 
 
-def output_dtype(dtype: Any, supported: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:
-    """Return the output dtype as a dtype."""
+def known_dtype(name: str, dtype: Any, formats: tuple[str, ...]) -> np.dtype[Any]:
+    """Return a dtype given as such, as a type or by name."""
     try:
-        found: np.dtype[Any] | None = np.dtype(dtype)
+        extended = isinstance(dtype, str) and dtype in _arrays.CARRIERS and not hasattr(np, dtype)
+        found = _arrays.ml_dtype(dtype) if extended else np.dtype(dtype)
     except (TypeError, ValueError):
         found = None
-    if found is None or found not in supported:
-        names = " or ".join(one.name for one in supported)
+    if found is None or dtype is None or _arrays.format_of(found) not in formats:
         came = repr(dtype) if found is None else found.name
-        raise TypeError(f"dtype: expected {names}, got {came}; convert the result with .astype")
+        raise TypeError(
+            f"{name}: expected {', '.join(formats)} or uint16 (bfloat16 bits), got {came}; "
+            "convert with .astype"
+        )
     return found
 
 
 def state_fits(state: Any, sizes: Sizes) -> None:
-    """Check a state [S, Hq, Dv] against q and v_pool."""
-    expected = (sizes.num_seqs, sizes.num_q_heads, sizes.v_head_dim)
+    """Check a state [queries, Hq, Dv] against q and v_pool."""
+    expected = (sizes.num_rows, sizes.num_q_heads, sizes.v_head_dim)
     if tuple(state.o.shape) != expected:
         raise ValueError(
-            f"state: expected [S, Hq, Dv] = {expected} from q and v_pool, got "
+            f"state: expected [queries, Hq, Dv] = {expected} from q and v_pool, got "
             f"{tuple(state.o.shape)}; make one with AttentionState.like(q, v_pool)"
         )
 
@@ -301,7 +321,7 @@ def states_merge(state: Any, other: Any) -> None:
         )
     if tuple(state.o.shape) != tuple(other.o.shape):
         raise ValueError(
-            f"other: expected [S, Hq, Dv] = {tuple(state.o.shape)} as in state, got "
+            f"other: expected [queries, Hq, Dv] = {tuple(state.o.shape)} as in state, got "
             f"{tuple(other.o.shape)}; pass a state of the same queries"
         )
 
@@ -325,14 +345,14 @@ def out(array: Array, shape: tuple[int, ...], dtype: Any, inputs: dict[str, Arra
         )
     if tuple(array.shape) != shape:
         raise ValueError(
-            f"out: expected shape [S, Hq, Dv] = {shape}, got {tuple(array.shape)}; reshape it"
+            f"out: expected shape {shape}, that of q with Dv, got {tuple(array.shape)}; reshape it"
         )
     if array.dtype != dtype:
         raise TypeError(
             f"out: expected dtype {np.dtype(dtype).name}, that of the result, got {array.dtype}; "
             "allocate it with this dtype, or view it as such"
         )
-    _rows("out", array, "[S, Hq, Dv]", 3)
+    rows("out", array, "[..., Hq, Dv]", len(shape))
     if on_host:
         _writable_apart(array, inputs)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-from . import _arrays, _device, _plan, _validate
-from ._plan import Sizes
+from . import _arrays, _device, _plan, _run, _validate, _validate_options
+from ._call import Options, Tile
 from ._types import Array
 from .state import AttentionState
 
@@ -20,43 +20,71 @@ def paged_attention(
     seq_lens: Any,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    causal: bool = True,
+    query_start_loc: Any = None,
+    seq_starts: Any = None,
     return_lse: bool = False,
     out: Array | None = None,
     device: str = "auto",
 ) -> Any:
-    """Decode attention over a paged KV cache: one query token per sequence.
+    """Decode attention over a paged KV cache: one or a few query tokens per sequence.
 
     Computes ``softmax(scale * q k^T) v`` over the first ``seq_lens[s]`` tokens of each sequence,
     with the FlashAttention-2 online-softmax recurrence in float32. Query head h reads kv head
-    ``h // (Hq // Hkv)``. Nothing is copied, and nothing past a sequence's length is read.
+    ``h // (Hq // Hkv)``. Nothing is copied, and no key is read that no query attends to.
 
     Parameters
     ----------
-    q : bfloat16 [S, Hq, D]
-        Queries; any strides with a contiguous last axis. uint16 is taken as bfloat16 bits.
-    k_pool, v_pool : bfloat16 [N, B, Hkv, D], [N, B, Hkv, Dv]
-        Pools of N blocks of B tokens; any strides with a contiguous last axis, K and V apart. A
-        head-major pool is passed as a transposed view, a combined one is sliced.
+    q : [S, Hq, D], [S, Q, Hq, D] or [tokens, Hq, D]
+        Queries in bfloat16, float16 or float32: one per sequence, Q per sequence, or with
+        `query_start_loc` any number; any strides with a contiguous last axis. uint16 is taken as
+        bfloat16 bits. The last query of a sequence stands at its last key.
+    k_pool, v_pool : [N, B, Hkv, D], [N, B, Hkv, Dv]
+        Pools of N blocks of B tokens, each in bfloat16, float16, float32, float8_e4m3fn,
+        float8_e5m2 or int8; any strides with a contiguous last axis, K and V apart. A head-major
+        pool is passed as a transposed view, a combined one is sliced.
     block_tables : int32 [S, max_blocks] or None
-        Block ids of each sequence, in order; only the first ``ceil(seq_lens[s] / B)`` entries of a
-        row are read. None: contiguous caches, one block per sequence (N = S).
+        Block ids of each sequence, in order; only entries of blocks that are attended to are read.
+        None: contiguous caches, one block per sequence (N = S).
     seq_lens : int32 [S]
-        Tokens in the cache, the current one included; 0 is legal.
+        Tokens in the cache, the current ones included; 0 is legal.
     scale : float, optional
         Factor of the logits, ``1 / sqrt(D)`` by default.
+    softcap : float, optional
+        Bounds a logit s to ``softcap * tanh(s / softcap)``.
+    sliding_window : int, optional
+        Keys that a query attends to, its own included: the last ones.
+    alibi_slopes : float [Hq], optional
+        Adds ``slope * (key position - query position)`` to the logits.
+    sinks : float [Hq], optional
+        One more logit per head, with value 0; -inf is none.
+    k_scale, v_scale : float, [Hkv] or [N, B, Hkv], optional
+        Factors of what the pools hold, for all, by kv head, or by token and kv head.
+    causal : bool
+        Whether a query attends to no later position than its own.
+    query_start_loc : int32 [S + 1], optional
+        Where the rows of each sequence begin in q, and their number in all.
+    seq_starts : int32 [S], optional
+        The first position that each sequence attends to, by default 0; positions are unchanged.
     return_lse : bool
-        Return also the log-sum-exp of each row's logits.
-    out : bfloat16 [S, Hq, Dv], optional
+        Return also the log-sum-exp of each row's logits, a sink included (do not merge that one).
+    out : array, optional
         Array to write the result into.
     device : {"auto", "cpu", "cuda"}
         "auto" runs where the arrays are; the others copy the arrays over and the result back.
 
     Returns
     -------
-    out : bfloat16 [S, Hq, Dv]
-        In q's dtype and kind of array; 0 for an empty sequence.
-    lse : float32 [S, Hq]
-        Only with ``return_lse``: natural logarithm, -inf for an empty sequence.
+    out : [S, Hq, Dv], [S, Q, Hq, Dv] or [tokens, Hq, Dv]
+        In q's dtype and kind of array; 0 where a query attends to nothing.
+    lse : float32 [S, Hq], [S, Q, Hq] or [tokens, Hq]
+        Only with ``return_lse``: natural logarithm; the sink, else -inf, where there is no key.
 
     Raises
     ------
@@ -69,9 +97,10 @@ def paged_attention(
 
     Notes
     -----
-    A NaN or +inf logit makes its head's row NaN. A logit of -inf has weight 0, and so has one more
-    than 87 below the largest of its split (the weight is below 2^-126). NaN or inf in a value shows
-    in its column; where the value's weight is 0, it may or may not.
+    A logit is scaled, capped, biased, then masked. A NaN or +inf logit makes its head's row NaN. A
+    logit of -inf has weight 0, and so has one more than 87 below the largest of its split (the
+    weight is below 2^-126). NaN or inf in a value shows in its column; where the value's weight is
+    0, it may or may not.
 
     References
     ----------
@@ -90,14 +119,61 @@ def paged_attention(
     >>> out.shape, out.dtype.name
     ((2, 8, 64), 'bfloat16')
     """
-    home = _device.home(
-        q=q, k_pool=k_pool, v_pool=v_pool, block_tables=block_tables, seq_lens=seq_lens, out=out
+    given = _run.given_arrays(
+        q=q,
+        k_pool=k_pool,
+        v_pool=v_pool,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        query_start_loc=query_start_loc,
+        seq_starts=seq_starts,
     )
+    home = _device.home(**given, out=out)
     kind = _device.resolve(device, home)
     _validate.flag("return_lse", return_lse)
-    q_bits, k_bits, v_bits = _inputs(q, k_pool, v_pool)
-    sizes = _validate.attention_sizes(q_bits, k_bits, v_bits)
-    scale = _validate.softmax_scale(scale, sizes.head_dim)
+    inputs = _run.inputs(q, k_pool, v_pool, query_start_loc)
+    sizes = inputs.sizes
+    options = _validate_options.options(
+        sizes,
+        scale=scale,
+        softcap=softcap,
+        sliding_window=sliding_window,
+        causal=causal,
+        alibi_slopes=alibi_slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    sinks = _validate_options.per_head("sinks", sinks, sizes.num_q_heads)
+    tile = _whole(home, inputs, options, block_tables, seq_lens, seq_starts)
+    shape = (*q.shape[:-1], sizes.v_head_dim)
+    if out is not None:
+        _validate.out(out, shape, inputs.dtype, given)
+
+    state = AttentionState(
+        sizes.num_seqs,
+        sizes.num_q_heads,
+        sizes.v_head_dim,
+        num_queries=sizes.num_rows,
+        device=kind,
+    )
+    _run.absorb(state, inputs, tile, options)
+    return _run.finish(state, home, shape, inputs.dtype, sinks, return_lse, out)
+
+
+def _whole(
+    home: str,
+    inputs: _run.Inputs,
+    options: Options,
+    block_tables: Any,
+    seq_lens: Any,
+    seq_starts: Any,
+) -> Tile:
+    """Check tables and lengths: the whole of each sequence as one tile."""
+    sizes = inputs.sizes
     lens = _arrays.integers("seq_lens", seq_lens)
     if block_tables is None:
         _validate.contiguous(sizes, lens)
@@ -105,14 +181,17 @@ def paged_attention(
     else:
         tables = _arrays.integers("block_tables", block_tables)
         _validate.paged(sizes, tables, lens)
-    if out is not None:
-        given = {"q": q, "k_pool": k_pool, "v_pool": v_pool}
-        given |= {"block_tables": tables, "seq_lens": lens}
-        _validate.out(out, _out_shape(sizes), q.dtype, given)
-
-    state = AttentionState(sizes.num_seqs, sizes.num_q_heads, sizes.v_head_dim, device=kind)
-    _absorb(state, (q_bits, k_bits, v_bits), tables, lens, scale)
-    return _finish(state, home, q.dtype, return_lse, out)
+    starts = _validate_options.seq_starts(seq_starts, lens, sizes.num_seqs)
+    tile = Tile(
+        tables,
+        _arrays.as_int32(lens),
+        seq_starts=starts,
+        query_starts=inputs.query_starts,
+        num_queries=sizes.num_queries,
+    )
+    if home == "cpu" and block_tables is not None:
+        _validate.block_ids("block_tables", tile, options, sizes)
+    return tile
 
 
 def step_tile(
@@ -124,7 +203,17 @@ def step_tile(
     tile_block_counts: Any,
     *,
     tile_token_counts: Any = None,
+    tile_starts: Any = None,
+    seq_lens: Any = None,
+    seq_starts: Any = None,
+    query_start_loc: Any = None,
+    causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    alibi_slopes: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> None:
     """Absorb one tile of K/V blocks per sequence into a state, which is modified.
 
@@ -135,9 +224,9 @@ def step_tile(
     ----------
     state : AttentionState
         Modified in place.
-    q : bfloat16 [S, Hq, D]
-        The same queries for every tile.
-    k_pool, v_pool : bfloat16 [N, B, Hkv, D], [N, B, Hkv, Dv]
+    q : [S, Hq, D], [S, Q, Hq, D] or [tokens, Hq, D]
+        The same queries for every tile; a row of the state for each query token.
+    k_pool, v_pool : [N, B, Hkv, D], [N, B, Hkv, Dv]
         The blocks that are resident now, as in `paged_attention`.
     tile_blocks : int32 [S, T]
         Block ids of each sequence's tile; entries past the count are never read.
@@ -145,8 +234,14 @@ def step_tile(
         Blocks of each row in use; a row with 0 keeps its state, bit for bit.
     tile_token_counts : int32 [S], optional
         Valid tokens of each row's tile, ``tile_block_counts * B`` by default.
-    scale : float, optional
-        Factor of the logits, ``1 / sqrt(D)`` by default.
+    tile_starts : int32 [S], optional
+        Position of each tile's first token in its sequence, by default 0.
+    seq_lens : int32 [S], optional
+        Tokens of each whole sequence, by default those up to the end of this tile. A window, ALiBi
+        and several causal queries need both positions; `seq_starts` needs `tile_starts`.
+    seq_starts, query_start_loc, causal, scale, softcap, sliding_window, alibi_slopes, \
+k_scale, v_scale
+        As in `paged_attention`, the same for every tile.
 
     Raises
     ------
@@ -166,12 +261,33 @@ def step_tile(
     (1, 8, 64)
     """
     _validate.is_state("state", state, AttentionState)
-    given = {"q": q, "k_pool": k_pool, "v_pool": v_pool, "tile_blocks": tile_blocks}
-    given |= {"tile_block_counts": tile_block_counts, "tile_token_counts": tile_token_counts}
-    _device.home(**given)
-    bits = _inputs(q, k_pool, v_pool)
-    sizes = _validate.attention_sizes(*bits)
-    scale = _validate.softmax_scale(scale, sizes.head_dim)
+    positions = {"tile_starts": tile_starts, "seq_lens": seq_lens, "seq_starts": seq_starts}
+    given = _run.given_arrays(
+        q=q,
+        k_pool=k_pool,
+        v_pool=v_pool,
+        tile_blocks=tile_blocks,
+        tile_block_counts=tile_block_counts,
+        tile_token_counts=tile_token_counts,
+        query_start_loc=query_start_loc,
+        alibi_slopes=alibi_slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        **positions,
+    )
+    home = _device.home(**given)
+    inputs = _run.inputs(q, k_pool, v_pool, query_start_loc)
+    sizes = inputs.sizes
+    options = _validate_options.options(
+        sizes,
+        scale=scale,
+        softcap=softcap,
+        sliding_window=sliding_window,
+        causal=causal,
+        alibi_slopes=alibi_slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     _validate.state_fits(state, sizes)
     tables = _arrays.integers("tile_blocks", tile_blocks)
     counts = _arrays.integers("tile_block_counts", tile_block_counts)
@@ -181,7 +297,19 @@ def step_tile(
     _validate.tile(sizes, tables, counts, tokens)
     if tokens is None:
         tokens = _arrays.times(counts, sizes.block_size)
-    _absorb(state, bits, tables, tokens, scale)
+    starts, lens, first = _validate_options.tile_positions(options, sizes, tokens, positions)
+    tile = Tile(
+        tables,
+        _arrays.as_int32(tokens),
+        starts=starts,
+        seq_lens=lens,
+        seq_starts=first,
+        query_starts=inputs.query_starts,
+        num_queries=sizes.num_queries,
+    )
+    if home == "cpu":
+        _validate.block_ids("tile_blocks", tile, options, sizes)
+    _run.absorb(state, inputs, tile, options)
 
 
 def merge(state: AttentionState, other: AttentionState) -> None:
@@ -223,15 +351,10 @@ def merge(state: AttentionState, other: AttentionState) -> None:
     _device.backend(state.device).merge_splits(state, other, starts)
 
 
-@overload
-def finalize(state: AttentionState, *, dtype: Any = ..., out: Array | None = ...) -> Array: ...
-@overload
-def finalize(
-    state: AttentionState, *, dtype: Any = ..., return_lse: bool, out: Array | None = ...
-) -> Any: ...
 def finalize(
     state: AttentionState,
     *,
+    sinks: Any = None,
     dtype: Any = "bfloat16",
     return_lse: bool = False,
     out: Array | None = None,
@@ -241,18 +364,21 @@ def finalize(
     Parameters
     ----------
     state : AttentionState
+    sinks : float [Hq], optional
+        One more logit per head, with value 0, counted here only; the state never includes it.
     dtype : dtype
-        bfloat16, or uint16 for its bits. On a CUDA device the result carries bits either way.
+        bfloat16, float16, float32, or uint16 for the bits of bfloat16. On a CUDA device a bfloat16
+        result carries its bits either way.
     return_lse : bool
-        Return also ``state.lse``.
-    out : array [S, Hq, Dv], optional
+        Return also the log-sum-exp: ``state.lse``, with `sinks` the sink included.
+    out : array [num_queries, Hq, Dv], optional
         Array of `dtype`, on the state's device, to write the result into.
 
     Returns
     -------
-    out : [S, Hq, Dv]
+    out : [num_queries, Hq, Dv]
         Rounded to nearest even; 0 for an empty row.
-    lse : float32 [S, Hq]
+    lse : float32 [num_queries, Hq]
         Only with ``return_lse``.
 
     Raises
@@ -269,107 +395,10 @@ def finalize(
     """
     _validate.is_state("state", state, AttentionState)
     _validate.flag("return_lse", return_lse)
-    dtype = _validate.output_dtype(dtype, (_arrays.bfloat16(), _arrays.UINT16))
+    dtype = _validate.known_dtype("dtype", dtype, _arrays.QUERY_FORMATS)
+    sinks = _validate_options.per_head("sinks", sinks, state.m.shape[1])
     if out is not None:
         _validate.out_device(_device.home(out=out), state.device)
-        expected = dtype if state.device == "cpu" else _arrays.UINT16
+        expected = _arrays.result_dtype(state.device, dtype)
         _validate.out(out, tuple(state.o.shape), expected, {"state": state.buffer})
-    return _finish(state, state.device, dtype, return_lse, out)
-
-
-def warmup(
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    v_head_dim: int | None = None,
-    device: str = "cpu",
-) -> None:
-    """Compile, or load from the cache, what a model's shape needs, so that no later call waits.
-
-    One kernel is compiled per (Hq / Hkv, D, Dv) and a few for all; they stay on disk. Batch,
-    lengths, block size and strides are run-time values: nothing compiles while a sequence grows.
-
-    Parameters
-    ----------
-    num_q_heads, num_kv_heads, head_dim : int
-        Hq, Hkv and D.
-    v_head_dim : int, optional
-        Dv, by default D.
-    device : {"cpu", "cuda"}
-        Where the calls will run.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If a size is no integer or below 1, or Hq is no multiple of Hkv.
-    RuntimeError
-        If the device is not available.
-
-    Examples
-    --------
-    >>> import numba_attn
-    >>> numba_attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=64)
-    """
-    num_q_heads, num_kv_heads, head_dim, v_head_dim = _validate.positive_sizes(
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
-    )
-    _validate.head_ratio("num_q_heads", num_q_heads, num_kv_heads)
-    state = AttentionState(1, num_q_heads, v_head_dim, device=device)
-    q = np.zeros((1, num_q_heads, head_dim), np.uint16)
-    k_pool = np.zeros((1, 16, num_kv_heads, head_dim), np.uint16)
-    v_pool = np.zeros((1, 16, num_kv_heads, v_head_dim), np.uint16)
-    step_tile(state, q, k_pool, v_pool, [[0]], [1])
-    finalize(state)
-
-
-def _inputs(q: Array, k_pool: Array, v_pool: Array) -> tuple[Array, Array, Array]:
-    """View q and the pools as bfloat16 bits."""
-    named = {"q": q, "k_pool": k_pool, "v_pool": v_pool}
-    q_bits, k_bits, v_bits = (_arrays.bits(name, array) for name, array in named.items())
-    return q_bits, k_bits, v_bits
-
-
-def _out_shape(sizes: Sizes) -> tuple[int, int, int]:
-    return sizes.num_seqs, sizes.num_q_heads, sizes.v_head_dim
-
-
-def _absorb(
-    state: AttentionState,
-    bits: tuple[Array, Array, Array],
-    tables: Array,
-    token_counts: Array,
-    scale: float,
-) -> None:
-    """Run a validated step on the state's device."""
-    if state.o.size == 0:
-        return
-    q, k_pool, v_pool = (_arrays.bring(state.device, array) for array in bits)
-    tables, token_counts = (
-        _arrays.bring(state.device, _arrays.as_int32(array)) for array in (tables, token_counts)
-    )
-    backend = _device.backend(state.device)
-    backend.step_tile(state, q, k_pool, v_pool, tables, token_counts, np.float32(scale))
-
-
-def _finish(
-    state: AttentionState, home: str, dtype: Any, return_lse: bool, out: Array | None
-) -> Any:
-    """Run finalize on the state's device; give the result in `home`, in the caller's dtype."""
-    in_place = out is not None and home == state.device
-    target = out if in_place else _arrays.empty(state.device, tuple(state.o.shape), np.uint16)
-    target_bits = _arrays.bits("out", target)
-    lse = _arrays.empty(state.device, tuple(state.m.shape), np.float32)
-    if state.o.size:
-        _device.backend(state.device).finalize(state, target_bits, lse)
-    if not in_place:
-        result = _arrays.bring(home, target_bits)
-        result = result.view(dtype) if home == "cpu" else result
-        if out is None:
-            out = result
-        else:
-            _arrays.overwrite(out, result)
-    return (out, _arrays.bring(home, lse)) if return_lse else out
+    return _run.finish(state, state.device, tuple(state.o.shape), dtype, sinks, return_lse, out)

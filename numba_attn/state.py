@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -22,14 +23,16 @@ class AttentionState:
     ----------
     num_seqs, num_q_heads, head_dim : int
         S, Hq and Dv (the head_dim of v).
+    num_queries : int, optional
+        Query tokens of the batch in all, by default one for each sequence.
     device : {"cpu", "cuda"}
         Where the state lives; it decides where `step_tile`, `merge` and `finalize` run.
 
     Attributes
     ----------
-    m, l : float32 [S, Hq]
-    o : float32 [S, Hq, Dv]
-    buffer : float32 [S * Hq * (Dv + 2)]
+    m, l : float32 [num_queries, Hq]
+    o : float32 [num_queries, Hq, Dv]
+    buffer : float32 [num_queries * Hq * (Dv + 2)]
         The contiguous memory that ``m``, ``l`` and ``o`` are views of, in this order: one message,
         one copy.
     device : str
@@ -54,24 +57,33 @@ class AttentionState:
     """
 
     def __init__(
-        self, num_seqs: int, num_q_heads: int, head_dim: int, *, device: str = "cpu"
+        self,
+        num_seqs: int,
+        num_q_heads: int,
+        head_dim: int,
+        *,
+        num_queries: int | None = None,
+        device: str = "cpu",
     ) -> None:
-        num_seqs, num_q_heads, head_dim = _validate.positive_sizes(
-            num_seqs=num_seqs, num_q_heads=num_q_heads, head_dim=head_dim
+        num_seqs, num_queries, num_q_heads, head_dim = _validate.positive_sizes(
+            num_seqs=num_seqs,
+            num_queries=num_seqs if num_queries is None else num_queries,
+            num_q_heads=num_q_heads,
+            head_dim=head_dim,
         )
         self.device: str = _device.resolve(device, home="cpu")
-        rows = num_seqs * num_q_heads
+        rows = num_queries * num_q_heads
         self._buffer: Array = _arrays.empty(self.device, (rows * (head_dim + 2),), np.float32)
-        self._m: Array = self._buffer[:rows].reshape(num_seqs, num_q_heads)
-        self._l: Array = self._buffer[rows : 2 * rows].reshape(num_seqs, num_q_heads)
-        self._o: Array = self._buffer[2 * rows :].reshape(num_seqs, num_q_heads, head_dim)
+        self._m: Array = self._buffer[:rows].reshape(num_queries, num_q_heads)
+        self._l: Array = self._buffer[rows : 2 * rows].reshape(num_queries, num_q_heads)
+        self._o: Array = self._buffer[2 * rows :].reshape(num_queries, num_q_heads, head_dim)
         self.reset()
 
     # Kernels trust these shapes: what is in the arrays may change, the arrays may not.
     buffer = property(operator.attrgetter("_buffer"), doc="All of it, float32, contiguous.")
-    m = property(operator.attrgetter("_m"), doc="Running maximum of the logits, [S, Hq].")
-    l = property(operator.attrgetter("_l"), doc="Running sum of exp(s - m), [S, Hq].")
-    o = property(operator.attrgetter("_o"), doc="Running sum of exp(s - m) * v, [S, Hq, Dv].")
+    m = property(operator.attrgetter("_m"), doc="Running maximum of the logits, [queries, Hq].")
+    l = property(operator.attrgetter("_l"), doc="Running sum of exp(s - m), [queries, Hq].")
+    o = property(operator.attrgetter("_o"), doc="Running sum of exp(s - m) * v, [queries, Hq, Dv].")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by value: the arrays stay views of one buffer."""
@@ -83,13 +95,13 @@ class AttentionState:
 
         Parameters
         ----------
-        q : bfloat16 [S, Hq, D]
-        v_pool : bfloat16 [N, B, Hkv, Dv]
+        q : [S, Hq, D], [S, Q, Hq, D] or [num_queries, Hq, D]
+        v_pool : [N, B, Hkv, Dv]
 
         Returns
         -------
         AttentionState
-            Of S, Hq and Dv; empty.
+            With a row for each query token; empty.
 
         Examples
         --------
@@ -99,10 +111,11 @@ class AttentionState:
         >>> AttentionState.like(q, v_pool).o.shape
         (2, 8, 32)
         """
-        _validate.axes("q", q, "[S, Hq, D]", 3)
+        _validate.axes("q", q, "[S, Hq, D] or [S, Q, Hq, D]", 3, 4)
         _validate.axes("v_pool", v_pool, "[N, B, Hkv, Dv]", 4)
         home = _device.home(q=q, v_pool=v_pool)
-        return cls(q.shape[0], q.shape[1], v_pool.shape[3], device=home)
+        rows = math.prod(q.shape[:-2])
+        return cls(q.shape[0], q.shape[-2], v_pool.shape[3], num_queries=rows, device=home)
 
     def reset(self) -> None:
         """Return to the identity ``(-inf, 0, 0)``, in place."""
@@ -114,7 +127,7 @@ class AttentionState:
 
     @property
     def lse(self) -> Array:
-        """Natural log-sum-exp of the logits, ``m + log(l)``: float32 [S, Hq]; -inf where empty."""
+        """Log-sum-exp of the logits, ``m + log(l)``: float32 [num_queries, Hq]; -inf if empty."""
         m, l = _arrays.to_host(self.m), _arrays.to_host(self.l)
         with np.errstate(divide="ignore", invalid="ignore"):
             lse = np.where(l == 0, np.float32(-np.inf), m + np.log(l))

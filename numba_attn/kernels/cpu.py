@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import _plan, _threads
 from . import recurrence, rows, simd
+from ._formats import BFLOAT16, FORMATS, number
 from ._jit import kernel, shared
 from ._vector import LANES, has_pair_dot
 
@@ -22,31 +23,40 @@ PAIR_DOT_SCALE = 65536.0  # see rows.pack
 SERIAL_BYTES = 1 << 20  # K/V bytes that are read in less time than it takes to wake a thread
 
 
-def step_tile(state, q, k_pool, v_pool, tables, token_counts, scale):
+def step_tile(state, q, k_pool, v_pool, formats, tile, options):
     """Absorb a tile: one partial state per split, folded into `state`.
 
     Parameters
     ----------
     state : AttentionState
-        float32 m [S, Hq], l [S, Hq], o [S, Hq, Dv]; modified.
-    q : uint16 [S, Hq, D]
-    k_pool, v_pool : uint16 [N, B, Hkv, D], [N, B, Hkv, Dv]
-    tables : int32 [S, T]
-    token_counts : int32 [S]
-    scale : float32
+        float32 m [rows, Hq], l [rows, Hq], o [rows, Hq, Dv]; modified.
+    q : [rows, Hq, D] or [S, Q, Hq, D]
+    k_pool, v_pool : [N, B, Hkv, D], [N, B, Hkv, Dv]
+    formats : Formats
+        Of q and the pools.
+    tile : Tile
+        The keys, int32 on the host.
+    options : Options
     """
-    starts, items = _plan.cut(token_counts)
+    starts, items, tokens = _plan.cut(tile, options.sliding_window, options.causal)
     if len(items) == 0:
         return
-    num_kv_heads, head_dim, v_head_dim = k_pool.shape[2], k_pool.shape[3], v_pool.shape[3]
-    attend_items = _attend_items(q.shape[1] // num_kv_heads, head_dim, v_head_dim)
-    partials = _take_partials((len(items), q.shape[1], v_head_dim))
-    counter = np.zeros(1, np.int64)
-    sizes = (k_pool.shape[1], num_kv_heads)
-    inputs = (_locate(q), _locate(k_pool), _locate(v_pool), _locate(tables))
-    args = (counter, items, *inputs, sizes, scale, *partials)
-    token_bytes = 2 * num_kv_heads * (head_dim + v_head_dim)
-    useful = 1 + len(items) * SPLIT * token_bytes // SERIAL_BYTES
+    block_size, num_kv_heads, head_dim = k_pool.shape[1:]
+    v_head_dim = v_pool.shape[3]
+    queries = q.reshape(-1, *q.shape[-2:])
+    gqa = queries.shape[1] // num_kv_heads
+    attend_items = _attend_items(gqa, head_dim, v_head_dim, *_variant(formats, options))
+    partials = _take_partials((len(items), queries.shape[1], v_head_dim))
+    args = (
+        np.zeros(1, np.int64),
+        items,
+        *(_locate(array) for array in (queries, k_pool, v_pool, tile.tables)),
+        (block_size, num_kv_heads),
+        _factors(options, formats, gqa, k_pool.shape[:3]),
+        *partials,
+    )
+    token_bytes = num_kv_heads * (head_dim * k_pool.itemsize + v_head_dim * v_pool.itemsize)
+    useful = 1 + tokens * token_bytes // SERIAL_BYTES
     _threads.run(attend_items, args, min(_threads.get_num_threads(), len(items), useful))
     merge_splits(state, partials, starts)
     _scratch.partials = partials
@@ -65,10 +75,12 @@ def merge_splits(state, partials, starts):
     _merge_splits(state.m, state.l, state.o, partials.m, partials.l, partials.o, starts)
 
 
-def finalize(state, out, lse):
-    """Write o / l as bfloat16 bits [S, Hq, Dv] and the log-sum-exp [S, Hq]."""
-    bits = out if out.flags.c_contiguous else np.empty(out.shape, np.uint16)
-    _finalize(state.m, state.l, state.o, bits, lse)
+def finalize(state, sinks, out, lse, dtype):
+    """Write o / l as `dtype` [rows, Hq, Dv] and the log-sum-exp [rows, Hq], sinks included."""
+    bits = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+    if sinks is None:
+        sinks = np.full(state.m.shape[1], recurrence.NEG_INF)
+    _finalize(dtype)(state.m, state.l, state.o, sinks, bits.reshape(state.o.shape), lse)
     if bits is not out:
         out[...] = bits
 
@@ -102,24 +114,66 @@ def _locate(array):
     return (array.__array_interface__["data"][0], *array.strides[:-1])
 
 
+def _variant(formats, options):
+    """Return what else than the head sizes a kernel is compiled for: formats and options."""
+    used = simd.CAPPED * (options.softcap > 0) + simd.SCALED * options.token_scales()
+    used += simd.BIASED * (options.alibi_slopes is not None)
+    return *map(number, formats), used
+
+
+class _Factors(NamedTuple):
+    """What scales and shapes logits and values."""
+
+    k: np.ndarray  # float32 [Hkv], of a product q . k
+    v: np.ndarray  # float32 [Hkv], of a partial o
+    k_tokens: tuple[int, ...]  # address and strides of float32 [N, B, Hkv], or zeros
+    v_tokens: tuple[int, ...]
+    softcap: np.float32
+    slopes: np.ndarray  # float32 [Hkv, lanes], by lane of m
+
+
+def _factors(options, formats, gqa, shape):
+    """Prepare the factors of a call for pools of shape [N, B, Hkv]."""
+    num_kv_heads = shape[2]
+    by_token = options.token_scales()
+    heads, tokens = [], []
+    for scale, name, common in (
+        (options.k_scale, formats.k, options.scale),
+        (options.v_scale, formats.v, 1.0),
+    ):
+        scale = recurrence.ONE if scale is None else scale
+        common *= FORMATS[number(name)].factor
+        heads.append(np.empty(num_kv_heads, np.float32))
+        heads[-1][:] = common if by_token else scale * common
+        every = np.broadcast_to(scale, shape) if by_token else None
+        tokens.append((every.ctypes.data, *every.strides) if by_token else (0, 0, 0, 0))
+    slopes = np.zeros((num_kv_heads, simd.head_tiles(gqa) * LANES), np.float32)
+    if options.alibi_slopes is not None:
+        slopes[:] = options.alibi_slopes.reshape(num_kv_heads, gqa)[:, simd.head_of_lanes(gqa)]
+    return _Factors(*heads, *tokens, np.float32(options.softcap), slopes)
+
+
 @functools.cache
-def _attend_items(gqa, head_dim, v_head_dim):
+def _attend_items(gqa, head_dim, v_head_dim, q_format, k_format, v_format, options):
     """Return the kernel that takes items from the counter and writes their partial states.
 
-    One is compiled per (G, D, Dv); everything else is a run-time value.
+    One is compiled per set of arguments; everything else is a run-time value.
     """
     width, v_width = rows.padded(head_dim), rows.padded(v_head_dim)
     tile_tokens, lanes = simd.tile_tokens(gqa), simd.head_tiles(gqa) * LANES
     logits = simd.logits_size(gqa)
-    pair_dot = int(has_pair_dot())
+    pair_dot = int(has_pair_dot() and q_format == k_format == BFLOAT16)
+    scaled = int(options & simd.SCALED > 0)
     # Tokens per load and store of o: few keep the reads in address order, many save arithmetic,
     # which is the limit from 5 heads on.
     strip = 8 if gqa <= 4 else GROUP
 
     @kernel
-    def attend_items(counter, items, q, k_pool, v_pool, tables, sizes, scale, m, l, o):
+    def attend_items(counter, items, q, k_pool, v_pool, tables, sizes, factors, m, l, o):
         block_size, num_kv_heads = sizes
         addresses = np.empty(2 * SPLIT + 2 * GROUP, np.int64)
+        scale_addresses = np.empty((2 * SPLIT + 2 * GROUP) * scaled, np.int64)
+        token_scales = _aligned(num_kv_heads, 2 * GROUP * scaled)
         queries = _aligned(num_kv_heads, gqa * width)
         packed = _aligned(num_kv_heads, gqa * width // 2 * pair_dot)  # q again, as bfloat16
         weights = _aligned(num_kv_heads, logits)  # logits, then p
@@ -133,16 +187,23 @@ def _attend_items(gqa, head_dim, v_head_dim):
             item = rows.fetch_add(counter.ctypes.data, 1)
             if item >= len(items):
                 break
-            seq, begin = np.int64(items[item, 0]), np.int64(items[item, 1])
-            end = np.int64(items[item, 2])
+            begin, end, part = np.int64(items[item, 2]), np.int64(items[item, 3]), items[item, 4]
             # load
-            table = tables[0] + seq * tables[1]
+            table = tables[0] + items[item, 1] * tables[1]
             _list_rows(addresses, begin, end - begin, block_size, table, k_pool, v_pool)
-            tame = pair_dot if scale <= PAIR_DOT_SCALE else 0
+            if scaled:
+                k_tokens, v_tokens = factors.k_tokens, factors.v_tokens
+                _list_rows(
+                    scale_addresses, begin, end - begin, block_size, table, k_tokens, v_tokens
+                )
+            tame = pair_dot
             for kv in range(num_kv_heads):
+                if factors.k[kv] > PAIR_DOT_SCALE:
+                    tame = 0
                 for g in range(gqa):
-                    row = q[0] + seq * q[1] + (kv * gqa + g) * q[2]
-                    rows.widen(row, _at(queries, kv) + 4 * width * g, head_dim)
+                    row = q[0] + items[item, 0] * q[1] + (kv * gqa + g) * q[2]
+                    to = _at(queries, kv) + 4 * width * g
+                    rows.widen(row, to, head_dim, q_format, k_format)
                     if pair_dot:
                         tame &= rows.pack(row, _at(packed, kv) + 2 * width * g, head_dim)
             maxima[:], sums[:], values[:] = recurrence.NEG_INF, recurrence.ZERO, recurrence.ZERO
@@ -157,27 +218,54 @@ def _attend_items(gqa, head_dim, v_head_dim):
                         q_h, pairs, s = _at(queries, kv), tame * _at(packed, kv), _at(weights, kv)
                         ahead, offset = here + 8 * GROUP, kv * k_pool[3]
                         simd.score(
-                            q_h, pairs, here, ahead, offset, tile, s, gqa, head_dim, pair_dot
+                            q_h,
+                            pairs,
+                            here,
+                            ahead,
+                            offset,
+                            tile,
+                            s,
+                            gqa,
+                            head_dim,
+                            k_format,
+                            pair_dot,
                         )
                 # absorb
+                distance = np.int32(begin + group - items[item, 5])
                 for kv in range(num_kv_heads):
-                    p, n, factor = _at(weights, kv), np.int32(count), _at(rescale, kv)
-                    simd.absorb(p, scale, n, _at(maxima, kv), _at(sums, kv), factor, gqa)
+                    if scaled:
+                        k_token, v_token = kv * k_tokens[3], kv * v_tokens[3]
+                        at = scale_addresses.ctypes.data + 16 * group
+                        _gather(token_scales[kv], at, count, k_token, v_token)
+                    simd.absorb(
+                        _at(weights, kv),
+                        np.int32(count),
+                        _at(maxima, kv),
+                        _at(sums, kv),
+                        _at(rescale, kv),
+                        factors.k[kv],
+                        factors.softcap,
+                        _at(factors.slopes, kv),
+                        distance,
+                        _at(token_scales, kv),
+                        gqa,
+                        options,
+                    )
                 # accumulate
                 whole = count - count % strip  # in strips; the tokens of the rest come singly
                 scratch = (weights, values, rescale, ones)
                 for t in range(0, whole, strip):
-                    _accumulate(t, v_rows, v_pool[3], scratch, gqa, v_head_dim, strip)
+                    _accumulate(t, v_rows, v_pool[3], scratch, gqa, v_head_dim, v_format, strip)
                 for t in range(whole, count):
-                    _accumulate(t, v_rows, v_pool[3], scratch, gqa, v_head_dim, 1)
+                    _accumulate(t, v_rows, v_pool[3], scratch, gqa, v_head_dim, v_format, 1)
             # store
             for kv in range(num_kv_heads):
                 h = kv * gqa
-                to_m, to_l = m[item, h:].ctypes.data, l[item, h:].ctypes.data
+                to_m, to_l = m[part, h:].ctypes.data, l[part, h:].ctypes.data
                 simd.store_state(_at(maxima, kv), _at(sums, kv), to_m, to_l, gqa)
                 for g in range(gqa):
-                    row = _at(values, kv) + 4 * v_width * g
-                    rows.natural_order(row, o[item, h + g].ctypes.data, v_head_dim)
+                    row, to = _at(values, kv) + 4 * v_width * g, o[part, h + g].ctypes.data
+                    rows.natural_order(row, factors.v[kv], to, v_head_dim, v_format)
 
     return attend_items
 
@@ -198,14 +286,24 @@ def _at(array, row):
 
 
 @shared
-def _accumulate(t, v_rows, v_head, scratch, gqa, v_head_dim, count):
-    """Accumulate tokens t to t + count of a group, all heads; gqa, v_head_dim, count: literal."""
+def _accumulate(t, v_rows, v_head, scratch, gqa, v_head_dim, v_format, count):
+    """Accumulate tokens t to t + count of a group, all heads; the last four are literal."""
     weights, values, rescale, ones = scratch
     here = v_rows + 8 * t
     for kv in range(len(weights)):
         p, o_h, ahead, offset = _at(weights, kv), _at(values, kv), here + 8 * GROUP, kv * v_head
         factor = _at(rescale, kv) if t == 0 else _at(ones, 0)
-        simd.accumulate(p, t, here, ahead, offset, factor, o_h, gqa, v_head_dim, count)
+        simd.accumulate(p, t, here, ahead, offset, factor, o_h, gqa, v_head_dim, v_format, count)
+
+
+@shared
+def _gather(scales, addresses, count, k_offset, v_offset):
+    """Copy the scales of a group's keys and values into scales [2 * 16]."""
+    for t in range(count):
+        at_k = rows.load_int64(addresses + 8 * t)
+        at_v = rows.load_int64(addresses + 8 * (GROUP + t))
+        scales[t] = rows.load_float32(at_k + k_offset)
+        scales[GROUP + t] = rows.load_float32(at_v + v_offset)
 
 
 @shared
@@ -256,11 +354,24 @@ def _merge_splits(m, l, o, part_m, part_l, part_o, starts):
                 m[seq, h] = m_new
 
 
-@kernel
-def _finalize(m, l, o, out, lse):
-    for seq in range(m.shape[0]):
-        for h in range(m.shape[1]):
-            lse[seq, h] = recurrence.log_sum_exp(m[seq, h], l[seq, h])
-            for d in range(o.shape[2]):
-                x = recurrence.normalise(o[seq, h, d], l[seq, h])
-                out[seq, h, d] = recurrence.round_to_bfloat16(rows.float_bits(x))
+@functools.cache
+def _finalize(dtype):
+    """Return the kernel that normalises into a number format."""
+    is_bfloat16, is_float16 = dtype == "bfloat16", dtype == "float16"
+
+    @kernel
+    def finalize_rows(m, l, o, sinks, out, lse):
+        for row in range(m.shape[0]):
+            for h in range(m.shape[1]):
+                m_all, l_all, factor = recurrence.with_sink(m[row, h], l[row, h], sinks[h])
+                lse[row, h] = recurrence.log_sum_exp(m_all, l_all)
+                for d in range(o.shape[2]):
+                    x = recurrence.normalise(o[row, h, d] * factor, l_all)
+                    if is_bfloat16:
+                        out[row, h, d] = recurrence.round_to_bfloat16(rows.float_bits(x))
+                    elif is_float16:
+                        out[row, h, d] = recurrence.round_to_float16(rows.float_bits(x))
+                    else:
+                        out[row, h, d] = x
+
+    return finalize_rows

@@ -1,9 +1,9 @@
-"""Rows of bfloat16 by address, for the CPU twin: into the order of the vectors, and back.
+"""Rows of numbers by address, for the CPU twin: into the order of the vectors, and back.
 
-Row order. 32 bfloat16 are 16 words; the even elements are the words shifted left by 16, the odd
-ones are their upper halves: no shuffle widens a row. So a row of D elements is ceil(D / 32) chunks
-of [16 even, 16 odd] floats, zero-padded at the end. `widen` brings q into this order once, and
-`natural_order` brings o back. A tail is loaded in pieces: no byte outside a row is touched.
+Row order. A row of D elements is ceil(D / 32) chunks of two vectors of 16 floats, zero-padded at
+the end, in the order that widening gives (`_formats`). `widen` brings q into the order of K once,
+and `natural_order` brings o back from that of V. A tail is loaded in pieces: no byte outside a row
+is touched.
 
 The sizes that shape the code are literal arguments: module-level intrinsics that take their sizes
 so stay in the on-disk cache.
@@ -13,21 +13,20 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ._formats import BFLOAT16, CHUNK, FORMATS, load_chunk, reorder, widen_chunk
 from ._vector import (
+    FLOAT,
     INT32,
     INT64,
     LANES,
     V16F,
+    V16I,
     all_pairs_exact,
     constant,
     load,
-    load_chunk,
-    shuffle,
+    splat,
     store,
-    widen_chunk,
 )
-
-CHUNK = 2 * LANES  # elements of a row widened at a time
 
 
 def padded(size):
@@ -41,18 +40,24 @@ def row_chunks(size):
 
 
 @intrinsic(prefer_literal=True)
-def widen(typing_context, row, out, size):
-    """Widen a bfloat16 row [size] into floats in row order, zero-padded to whole chunks."""
+def widen(typing_context, row, out, size, source, order):
+    """Widen a row [size] of format `source` into floats in the row order of format `order`.
+
+    Zero-padded to whole chunks; both formats are places in `_formats.FORMATS`.
+    """
     count = size.literal_value
+    found, wanted = FORMATS[source.literal_value], FORMATS[order.literal_value]
 
     def codegen(context, builder, signature, args):
         for first, length in row_chunks(count):
-            halves = widen_chunk(builder, load_chunk(builder, args[0], 2 * first, length))
+            chunk = load_chunk(builder, args[0], first, length, found)
+            halves = widen_chunk(builder, chunk, found)
+            halves = reorder(builder, *halves, found.paired, wanted.paired)
             for half, vector in enumerate(halves):
                 store(builder, vector, args[1], 4 * (first + LANES * half))
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, size), codegen
+    return types.void(types.intp, types.intp, size, source, order), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -68,7 +73,8 @@ def pack(typing_context, row, out, size):
     def codegen(context, builder, signature, args):
         tame = ir.Constant(ir.IntType(1), 1)
         for first, length in row_chunks(count):
-            words = load_chunk(builder, args[0], 2 * first, length)
+            words = load_chunk(builder, args[0], first, length, FORMATS[BFLOAT16])
+            words = builder.bitcast(words, V16I)
             store(builder, words, args[1], 2 * first)
             tame = builder.and_(tame, all_pairs_exact(builder, words))
         return builder.zext(tame, INT64)
@@ -77,28 +83,27 @@ def pack(typing_context, row, out, size):
 
 
 @intrinsic(prefer_literal=True)
-def natural_order(typing_context, row, out, size):
-    """Copy floats in row order into a plain float32 row [size]."""
-    count = size.literal_value
+def natural_order(typing_context, row, factor, out, size, order):
+    """Copy floats times a factor from the row order of format `order` into a plain row [size]."""
+    count, paired = size.literal_value, FORMATS[order.literal_value].paired
 
     def codegen(context, builder, signature, args):
-        low = [i for pair in range(LANES // 2) for i in (pair, pair + LANES)]
-        high = [i + LANES // 2 for i in low]
+        row, factor, out = args[:3]
+        factor = splat(builder, factor)
         for first, length in row_chunks(count):
-            even = load(builder, args[0], V16F, 4 * first)
-            odd = load(builder, args[0], V16F, 4 * (first + LANES))
-            for half, lanes in enumerate((low, high)):
-                vector = shuffle(builder, even, odd, lanes)
+            halves = [load(builder, row, V16F, 4 * (first + LANES * half)) for half in range(2)]
+            for half, vector in enumerate(reorder(builder, *halves, paired, False)):
+                vector = builder.fmul(vector, factor)
                 begin, left = first + LANES * half, length - LANES * half
                 if left >= LANES:
-                    store(builder, vector, args[1], 4 * begin)
+                    store(builder, vector, out, 4 * begin)
                     continue
                 for lane in range(max(left, 0)):
                     element = builder.extract_element(vector, constant(lane))
-                    store(builder, element, args[1], 4 * (begin + lane))
+                    store(builder, element, out, 4 * (begin + lane))
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, size), codegen
+    return types.void(types.intp, types.float32, types.intp, size, order), codegen
 
 
 @intrinsic
@@ -109,6 +114,26 @@ def load_int32(typing_context, address):
         return load(builder, args[0], INT32)
 
     return types.int32(types.intp), codegen
+
+
+@intrinsic
+def load_int64(typing_context, address):
+    """Load an int64 from an address."""
+
+    def codegen(context, builder, signature, args):
+        return load(builder, args[0], INT64)
+
+    return types.int64(types.intp), codegen
+
+
+@intrinsic
+def load_float32(typing_context, address):
+    """Load a float32 from an address."""
+
+    def codegen(context, builder, signature, args):
+        return load(builder, args[0], FLOAT)
+
+    return types.float32(types.intp), codegen
 
 
 @intrinsic

@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .. import _plan
+from ._formats import FORMATS, Format, load_chunk, widen_chunk
 from ._vector import (
     FLOAT,
     INT64,
@@ -28,7 +29,6 @@ from ._vector import (
     fma,
     lane_sums,
     load,
-    load_chunk,
     maximum,
     pair_dot,
     prefetch,
@@ -36,7 +36,7 @@ from ._vector import (
     splat,
     splat_constant,
     store,
-    widen_chunk,
+    tanh,
 )
 from .rows import padded, row_chunks
 
@@ -60,13 +60,22 @@ def padded_heads(heads):
     return 1 << (heads - 1).bit_length()
 
 
+def head_of_lanes(gqa):
+    """Return the query head of every lane of m, as [head tiles * 16] ints; padding is head 0."""
+    tokens, heads = tile_tokens(gqa), []
+    for first in range(0, gqa, TILE_HEADS):
+        padded = padded_heads(min(TILE_HEADS, gqa - first))
+        heads += [first + lane // tokens % padded for lane in range(LANES)]
+    return [head if head < gqa else 0 for head in heads]
+
+
 def logits_size(gqa):
     """Return the floats of a kv head's logits of one group."""
     return head_tiles(gqa) * padded_heads(min(gqa, TILE_HEADS)) * GROUP
 
 
 @intrinsic(prefer_literal=True)
-def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size, dot):
+def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size, format, dot):
     """Score a token tile: q . k for all query heads of a kv head.
 
     Parameters
@@ -78,7 +87,7 @@ def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size
     offset : bytes from a row's address to this kv head
     tile : index of the token tile in its group
     logits : address of the group's logits, float32 [head tiles, 16 / T, H, T]
-    gqa, size, dot : literal; query heads, head_dim, whether the machine has `pair_dot`
+    gqa, size, format, dot : literal; query heads, head_dim, that of K, whether to use `pair_dot`
 
     Notes
     -----
@@ -86,13 +95,13 @@ def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size
     in sequence, then 16 in a tree.
     """
     num_heads, columns = gqa.literal_value, size.literal_value
-    row_size = padded(columns)
+    row_size, stored = padded(columns), FORMATS[format.literal_value]
 
     def emit(builder, args, base, itemsize, multiply):
         rows, ahead, offset, tile, logits = args[2:7]
         tokens = tile_tokens(num_heads)
         k_rows = [_row_address(builder, rows, offset, t) for t in range(tokens)]
-        lines = _line_addresses(builder, ahead, offset, tokens, 2 * columns)
+        lines = _line_addresses(builder, ahead, offset, tokens, stored.itemsize * columns)
         if num_heads > TILE_HEADS:  # the code of a head tile runs several times
             while lines:
                 prefetch(builder, *lines.pop())
@@ -104,7 +113,7 @@ def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size
             heads_at = [
                 builder.add(query, constant(itemsize * row_size * h, INT64)) for h in range(heads)
             ]
-            sums = _score_heads(builder, heads_at, k_rows, lines, row_chunks(columns), multiply)
+            sums = _score_heads(builder, heads_at, k_rows, lines, (columns, stored), multiply)
             store(builder, shuffle(builder, sums, sums, range(lanes)), to, 0)
 
     def codegen(context, builder, signature, args):
@@ -120,24 +129,26 @@ def score(typing_context, q, pairs, rows, ahead, offset, tile, logits, gqa, size
             emit(builder, args, q, 4, _multiply_floats)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 7, gqa, size, dot), codegen
+    return types.void(*[types.intp] * 7, gqa, size, format, dot), codegen
 
 
-def _score_heads(builder, heads, k_rows, lines, chunks, multiply):
+def _score_heads(builder, heads, k_rows, lines, row, multiply):
     """Score a token tile for up to 8 heads, the sums in registers; prefetch in between."""
+    columns, stored = row
+    chunks = row_chunks(columns)
     per_chunk = -(-len(lines) // len(chunks))
     sums = [[None] * len(k_rows) for _ in heads]
     for c, (first, length) in enumerate(chunks):
         for line in lines[c * per_chunk : (c + 1) * per_chunk]:
             prefetch(builder, *line)
-        keys = [load_chunk(builder, row, 2 * first, length) for row in k_rows]
-        multiply(builder, heads, first, keys, sums)
+        keys = [load_chunk(builder, row, first, length, stored) for row in k_rows]
+        multiply(builder, heads, first, keys, stored, sums)
     return lane_sums(builder, [x for row in sums for x in row])
 
 
-def _multiply_floats(builder, heads, first, keys, sums):
+def _multiply_floats(builder, heads, first, keys, stored, sums):
     """Add a chunk's products in float32; the heads' rows are in row order."""
-    keys = [widen_chunk(builder, words) for words in keys]
+    keys = [widen_chunk(builder, chunk, stored) for chunk in keys]
     for head, q in enumerate(heads):
         for half in range(2):
             query = load(builder, q, V16F, 4 * (first + LANES * half))
@@ -145,60 +156,105 @@ def _multiply_floats(builder, heads, first, keys, sums):
                 sums[head][token] = fma(builder, query, key[half], sums[head][token])
 
 
-def _multiply_pairs(builder, heads, first, keys, sums):
+def _multiply_pairs(builder, heads, first, keys, stored, sums):
     """Add a chunk's products of bfloat16 pairs; the heads' rows are bfloat16."""
+    keys = [builder.bitcast(chunk, V16I) for chunk in keys]
     for head, q in enumerate(heads):
         query = load(builder, q, V16I, 2 * first)
         for token, key in enumerate(keys):
             sums[head][token] = pair_dot(builder, query, key, sums[head][token])
 
 
+CAPPED, BIASED, SCALED = 1, 2, 4  # options of `absorb`: softcap, ALiBi, scales by token
+
+
 @intrinsic(prefer_literal=True)
-def absorb(typing_context, logits, scale, count, m, l, rescale, gqa):
+def absorb(
+    typing_context, logits, count, m, l, rescale, scale, cap, slopes, distance, scales, gqa, options
+):
     """Absorb the logits of a group of 16 tokens into (m, l), all query heads of a kv head.
 
     Parameters
     ----------
     logits : address of float32 [head tiles, 16 / T, H, T]; becomes the weights exp(s - m_new)
-    scale : float32, factor of the logits
     count : int32, valid tokens of the group, 1 to 16; the others get weight 0
     m : address of float32 [head tiles, 16], running maximum, in every lane of a head; updated
     l : address of float32 [head tiles, 16], running sum, by lane; updated
     rescale : address of float32 [head tiles, 16]; receives exp(m_old - m_new), the factor for o
-    gqa : literal, query heads
+    scale : float32, factor of the logits
+    cap : float32, the softcap
+    slopes : address of float32 [head tiles, 16], ALiBi's slope in every lane of a head
+    distance : int32, position of the group's first token less the query's
+    scales : address of float32 [2, 16], factors of the tokens' keys and values
+    gqa, options : literal; query heads, which of the four above are used
 
     Notes
     -----
     exp is a polynomial after an exact reduction: within 2 ulp, 0 below 2^-126.
     """
-    num_heads = gqa.literal_value
+    num_heads, used = gqa.literal_value, options.literal_value
     tokens = tile_tokens(num_heads)
 
     def codegen(context, builder, signature, args):
-        logits, scale, count, m, l, rescale = args[:6]
-        scale, count = splat(builder, scale), splat(builder, count)
+        logits, count, m, l, rescale, scale, cap, slopes, distance, scales = args[:10]
+        scale, cap, count, distance = (splat(builder, x) for x in (scale, cap, count, distance))
         for head_tile, heads in _head_tiles(builder, num_heads):
             at = _element(builder, logits, head_tile, 4 * TILE_HEADS * GROUP)
-            at_m, at_l, at_r = (_element(builder, x, head_tile, 64) for x in (m, l, rescale))
-            _absorb_heads(builder, at, scale, count, (at_m, at_l, at_r), heads, tokens)
+            state = [_element(builder, x, head_tile, 64) for x in (m, l, rescale)]
+            shape = _Shape(scale, cap, distance, scales, used)
+            if used & BIASED:
+                slope = load(builder, _element(builder, slopes, head_tile, 64), V16F)
+                shape = shape._replace(slope=slope)
+            _absorb_heads(builder, at, count, state, heads, tokens, shape)
         return context.get_dummy_value()
 
-    inputs = (types.intp, types.float32, types.int32)
-    return types.void(*inputs, *[types.intp] * 3, gqa), codegen
+    inputs = (types.intp, types.int32, *[types.intp] * 3, types.float32, types.float32)
+    inputs += (types.intp, types.int32, types.intp)
+    return types.void(*inputs, gqa, options), codegen
 
 
-def _absorb_heads(builder, logits, scale, count, state, heads, tokens):
+class _Shape(NamedTuple):
+    """What makes a logit of a product q . k."""
+
+    scale: ir.Value  # 16 floats, as are cap and slope
+    cap: ir.Value
+    distance: ir.Value  # 16 ints
+    scales: ir.Value  # address of [2, 16]
+    used: int
+    slope: ir.Value | None = None
+
+    def logit(self, builder, product, position):
+        """Scale, cap and bias the products of 16 tokens."""
+        scale = self.scale
+        if self.used & SCALED:
+            scale = builder.fmul(scale, self.token_scale(builder, 0, position))
+        s = builder.fmul(product, scale)
+        if self.used & CAPPED:
+            s = builder.fmul(tanh(builder, builder.fdiv(s, self.cap)), self.cap)
+        if self.used & BIASED:
+            distance = builder.add(ir.Constant(V16I, position), self.distance)
+            s = fma(builder, self.slope, builder.sitofp(distance, V16F), s)
+        return s
+
+    def token_scale(self, builder, which, position):
+        """Pick the scales of tokens' keys (0) or values (1) by lane."""
+        scales = load(builder, self.scales, V16F, 64 * which)
+        return shuffle(builder, scales, scales, position)
+
+
+def _absorb_heads(builder, logits, count, state, heads, tokens, shape):
     """Absorb a group's logits for one head tile."""
     at_m, at_l, at_r = state
     minus_inf = splat_constant(float("-inf"))
     width = padded_heads(heads) * tokens  # lanes of one token tile
     m_old = load(builder, at_m, V16F)
-    m_new, scores = m_old, []
+    m_new, scores, positions = m_old, [], []
     for vector in range(padded_heads(heads)):
         first = vector * GROUP // padded_heads(heads)
         position = [first + lane // width * tokens + lane % tokens for lane in range(LANES)]
+        positions.append(position)
         valid = builder.icmp_signed("<", ir.Constant(V16I, position), count)
-        s = builder.fmul(load(builder, logits, V16F, 64 * vector), scale)
+        s = shape.logit(builder, load(builder, logits, V16F, 64 * vector), position)
         scores.append(builder.select(valid, s, minus_inf))
         m_new = maximum(builder, scores[-1], m_new)
     for step in _head_steps(width, tokens):
@@ -208,7 +264,9 @@ def _absorb_heads(builder, logits, scale, count, state, heads, tokens):
     offset = builder.select(unseen, splat_constant(0.0), m_new)
     factor = exp_nonpositive(builder, builder.fsub(m_old, offset))
     weights = [exp_nonpositive(builder, builder.fsub(s, offset)) for s in scores]
-    for vector, weight in enumerate(weights):
+    for vector, (weight, position) in enumerate(zip(weights, positions, strict=True)):
+        if shape.used & SCALED:
+            weight = builder.fmul(weight, shape.token_scale(builder, 1, position))
         store(builder, weight, logits, 64 * vector)
     while len(weights) > 1:
         weights = [builder.fadd(x, y) for x, y in zip(weights[::2], weights[1::2], strict=True)]
@@ -218,7 +276,7 @@ def _absorb_heads(builder, logits, scale, count, state, heads, tokens):
 
 
 @intrinsic(prefer_literal=True)
-def accumulate(typing_context, p, first, rows, ahead, offset, rescale, o, gqa, size, count):
+def accumulate(typing_context, p, first, rows, ahead, offset, rescale, o, gqa, size, format, count):
     """Accumulate values: o = o * rescale + the sum over tokens of p * v, all heads of a kv head.
 
     Parameters
@@ -230,14 +288,15 @@ def accumulate(typing_context, p, first, rows, ahead, offset, rescale, o, gqa, s
     offset : bytes from a row's address to this kv head
     rescale : address of float32 [head tiles, 16]
     o : address of float32 [gqa, padded size], row order; updated
-    gqa, size, count : literal; query heads, head_dim of v, tokens (1, or a multiple of T)
+    gqa, size, format, count : literal; query heads, head_dim and format of v, tokens (1, or a
+        multiple of T)
 
     Notes
     -----
     The columns are cut so that heads * columns fit 16 registers.
     """
     num_heads, columns, num_rows = (x.literal_value for x in (gqa, size, count))
-    tokens = tile_tokens(num_heads)
+    tokens, stored = tile_tokens(num_heads), FORMATS[format.literal_value]
 
     def codegen(context, builder, signature, args):
         p, first, rows, ahead, offset, rescale, o = args[:7]
@@ -251,7 +310,7 @@ def accumulate(typing_context, p, first, rows, ahead, offset, rescale, o, gqa, s
             at_o = _element(builder, o, head_tile, 4 * TILE_HEADS * padded(columns))
             width = max(1, 8 // heads)
             for c in range(0, len(chunks), width):
-                cut = _Cut(heads, tokens, chunks[c : c + width], padded(columns))
+                cut = _Cut(heads, tokens, chunks[c : c + width], padded(columns), stored)
                 sums = _load_sums(builder, at_o, at_r, cut)
                 with cgutils.for_range(builder, constant(-(-num_rows // tokens), INT64)) as turn:
                     weights = _element(builder, at_p, turn.index, 4 * cut.heads_padded * tokens)
@@ -265,7 +324,7 @@ def accumulate(typing_context, p, first, rows, ahead, offset, rescale, o, gqa, s
                     store(builder, builder.load(total), at_o, place)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 7, gqa, size, count), codegen
+    return types.void(*[types.intp] * 7, gqa, size, format, count), codegen
 
 
 class _Cut(NamedTuple):
@@ -275,6 +334,7 @@ class _Cut(NamedTuple):
     tokens: int  # of a token tile
     chunks: list[tuple[int, int]]
     row_size: int  # of o, padded
+    stored: Format
 
     @property
     def heads_padded(self):
@@ -304,10 +364,12 @@ def _accumulate_token(builder, p, token, row, next_row, sums, cut):
         splat(builder, load(builder, p, FLOAT, 4 * (cut.tokens * head + token)))
         for head in range(cut.heads)
     ]
-    for line in range(2 * cut.chunks[0][0], 2 * sum(cut.chunks[-1]), LINE):
+    begin, end = (cut.stored.itemsize * x for x in (cut.chunks[0][0], sum(cut.chunks[-1])))
+    for line in range(-(-begin // LINE) * LINE, end, LINE):
         prefetch(builder, next_row, line)
     for first, length in cut.chunks:
-        values = widen_chunk(builder, load_chunk(builder, row, 2 * first, length))
+        chunk = load_chunk(builder, row, first, length, cut.stored)
+        values = widen_chunk(builder, chunk, cut.stored)
         for half, value in enumerate(values):
             for head, weight in enumerate(weights):
                 slot = sums[cut.place(head, first, half)]

@@ -1,0 +1,109 @@
+"""From validated arguments to a backend and back: bring arrays over, run, bring the result home."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _arrays, _device, _validate
+from ._call import Formats, Options, Tile
+from ._plan import Sizes
+from ._types import Array
+from .state import AttentionState
+
+
+class Inputs(NamedTuple):
+    """Queries and pools as their carriers, and what they are."""
+
+    q: Array
+    k_pool: Array
+    v_pool: Array
+    query_starts: Array | None  # integers [S + 1]
+    formats: Formats
+    sizes: Sizes
+    dtype: np.dtype[Any]  # of q as it came, and of the result
+
+
+def inputs(q: Array, k_pool: Array, v_pool: Array, query_start_loc: Any) -> Inputs:
+    """Check q and the pools."""
+    bits, q_format = _arrays.carried("q", q, _arrays.QUERY_FORMATS)
+    k_pool, k_format = _arrays.carried("k_pool", k_pool, _arrays.POOL_FORMATS)
+    v_pool, v_format = _arrays.carried("v_pool", v_pool, _arrays.POOL_FORMATS)
+    starts = None
+    if query_start_loc is not None:
+        starts = _arrays.integers("query_start_loc", query_start_loc)
+    sizes = _validate.attention_sizes(bits, k_pool, v_pool, starts)
+    starts = None if starts is None else _arrays.as_int32(starts)
+    formats = Formats(q_format, k_format, v_format)
+    return Inputs(bits, k_pool, v_pool, starts, formats, sizes, np.dtype(q.dtype))
+
+
+def given_arrays(**arguments: Any) -> dict[str, Any]:
+    """Keep the arguments that are arrays or lists of numbers; one number has no device."""
+    return {
+        name: x
+        for name, x in arguments.items()
+        if (x.shape != () if hasattr(x, "shape") else hasattr(x, "__len__"))
+    }
+
+
+def absorb(state: AttentionState, inputs: Inputs, tile: Tile, options: Options) -> None:
+    """Run a validated step on the state's device."""
+    if state.o.size == 0:
+        return
+    kind = state.device
+
+    def bring(array: Any) -> Any:
+        return array if array is None else _arrays.bring(kind, array)
+
+    tile = tile._replace(tables=_arrays.as_int32(tile.tables))
+    _device.backend(kind).step_tile(
+        state,
+        *(bring(x) for x in inputs[:3]),
+        inputs.formats,
+        Tile._make([*map(bring, tile[:-1]), tile.num_queries]),
+        options._replace(
+            alibi_slopes=bring(options.alibi_slopes),
+            k_scale=bring(options.k_scale),
+            v_scale=bring(options.v_scale),
+        ),
+    )
+
+
+def finish(
+    state: AttentionState,
+    home: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sinks: Array | None,
+    return_lse: bool,
+    out: Array | None,
+) -> Any:
+    """Run finalize on the state's device; give the result in `home`, as `shape` and `dtype`."""
+    in_place = out is not None and home == state.device
+    target = out if in_place else _arrays.empty(state.device, shape, _arrays.CARRIERS[name(dtype)])
+    lse = _arrays.empty(state.device, tuple(state.m.shape), np.float32)
+    if sinks is not None:
+        sinks = _arrays.bring(state.device, sinks)
+    if state.o.size:
+        carrier = _arrays.as_carrier(target) if in_place else target
+        _device.backend(state.device).finalize(state, sinks, carrier, lse, name(dtype))
+    if not in_place:
+        result = _arrays.bring(home, target)
+        expected = _arrays.result_dtype(home, dtype)
+        result = result if result.dtype == expected else result.view(expected)
+        if out is None:
+            out = result
+        else:
+            _arrays.overwrite(out, result)
+    if not return_lse:
+        return out
+    return out, _arrays.bring(home, lse).reshape(shape[:-1])
+
+
+def name(dtype: np.dtype[Any]) -> str:
+    """Return the number format of a result."""
+    found = _arrays.format_of(dtype)
+    assert found is not None, "checked before"
+    return found
