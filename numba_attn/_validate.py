@@ -354,22 +354,23 @@ def out(array: Array, shape: tuple[int, ...], dtype: Any, inputs: dict[str, Arra
         )
     rows("out", array, "[..., Hq, Dv]", len(shape))
     if on_host:
-        _writable_apart(array, inputs)
+        writable_apart("out", array, inputs)
 
 
-def _writable_apart(array: HostArray, inputs: dict[str, Array]) -> None:
-    """Check that an output array can be written without changing an input or itself."""
+def writable_apart(name: str, array: HostArray, inputs: dict[str, Array]) -> None:
+    """Check that an array can be written without changing an input or itself."""
     if not array.flags.writeable:
-        raise ValueError("out: must be writable, got a read-only array; pass a copy of it")
+        raise ValueError(f"{name}: must be writable, got a read-only array; pass a copy of it")
     if _overlaps_itself(array):
         raise ValueError(
-            f"out: its elements must lie apart, got strides {array.strides} for shape "
+            f"{name}: its elements must lie apart, got strides {array.strides} for shape "
             f"{array.shape}; pass an array of its own instead of a broadcast view"
         )
-    for name, given in inputs.items():
+    for other, given in inputs.items():
         if isinstance(given, np.ndarray) and _overlap(array, given):
             raise ValueError(
-                f"out: must not overlap {name}, got a view of its memory; pass an array of its own"
+                f"{name}: must not overlap {other}, got a view of its memory; pass an array of "
+                "its own"
             )
 
 

@@ -31,6 +31,7 @@ def options(
 ) -> Options:
     """Check the options of a step; arrays stay on the device that they are on."""
     _validate.flag("causal", causal)
+    pool_rows = sizes.num_blocks, sizes.block_size, sizes.num_kv_heads
     default = 1.0 / math.sqrt(sizes.head_dim)
     return Options(
         scale=default
@@ -40,8 +41,8 @@ def options(
         sliding_window=_window(sliding_window),
         causal=bool(causal),
         alibi_slopes=per_head("alibi_slopes", alibi_slopes, sizes.num_q_heads),
-        k_scale=_pool_scale("k_scale", k_scale, sizes),
-        v_scale=_pool_scale("v_scale", v_scale, sizes),
+        k_scale=pool_scale("k_scale", k_scale, pool_rows),
+        v_scale=pool_scale("v_scale", v_scale, pool_rows),
     )
 
 
@@ -98,15 +99,15 @@ def per_head(name: str, values: Any, num_q_heads: int) -> Array | None:
     return array
 
 
-def _pool_scale(name: str, value: Any, sizes: Sizes) -> Array | None:
-    """Return the scale of a pool as float32 [Hkv] or [N, B, Hkv], or None."""
+def pool_scale(name: str, value: Any, pool_rows: tuple[int, int, int]) -> Array | None:
+    """Return the scale of a pool [N, B, Hkv, ...] as float32 [Hkv] or [N, B, Hkv], or None."""
     if value is None:
         return None
     if not hasattr(value, "shape") or value.shape == ():
         number = _positive(name, value[()] if hasattr(value, "shape") else value, "1")
-        return np.full(sizes.num_kv_heads, number, np.float32)
+        return np.full(pool_rows[2], number, np.float32)
     array = _arrays.floats(name, value)
-    shapes = (sizes.num_kv_heads,), (sizes.num_blocks, sizes.block_size, sizes.num_kv_heads)
+    shapes = pool_rows[2:], pool_rows
     if tuple(array.shape) not in shapes:
         raise ValueError(
             f"{name}: expected a number, [Hkv] = {shapes[0]} or [N, B, Hkv] = {shapes[1]}, got "
