@@ -386,6 +386,8 @@ def _overlap(one: Array, two: Array) -> bool:
 
 def _overlaps_itself(array: HostArray) -> bool:
     """Tell whether elements may lie on one another, as in a broadcast view."""
+    if array.flags.c_contiguous:  # the usual case, told quickly
+        return False
     end = 0  # of the memory spanned by the axes of smaller stride
     for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if size > 1 and array.size:
