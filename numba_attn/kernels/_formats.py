@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import llvmlite.binding
 import numba
+import numpy as np
 from llvmlite import ir
 
 from ._vector import (
@@ -19,7 +20,9 @@ from ._vector import (
     LANES,
     V16F,
     V16I,
+    V32H,
     load,
+    lookup_64,
     shuffle,
     splat_constant,
 )
@@ -51,6 +54,20 @@ FORMATS = (
     Format("int8", INT8, False, 1.0),
 )
 BFLOAT16 = 0
+
+
+def _pair_table(half):
+    """Return the bfloat16 bits of 128 positive numbers, given as the bits of float16."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        wide = half.astype(np.uint16).view(np.float16).astype(np.float32)
+    return (wide.view(np.uint32) >> 16).tolist()
+
+
+_CODES = np.arange(128)
+PAIR_TABLES = {  # what `widen_chunk` gives for the positive codes, as bfloat16
+    "float8_e4m3fn": _pair_table(_CODES << 7 | np.where(_CODES == 127, 0x4000, 0)),
+    "float8_e5m2": _pair_table(_CODES << 8),
+}
 
 
 def number(name):
@@ -99,6 +116,25 @@ def widen_chunk(builder, chunk, format):
     return tuple(builder.sitofp(builder.sext(half, V16I), V16F) for half in halves)
 
 
+def pair_chunk(builder, chunk, format):
+    """Return a chunk as 16 words of two bfloat16, in its natural order, for `pair_dot`."""
+    if format.name == "bfloat16":
+        return builder.bitcast(chunk, V16I)
+    table = PAIR_TABLES[format.name]
+    codes = builder.zext(chunk, V32H)
+    index = builder.and_(codes, splat_constant(0x7F, V32H))
+    low, high = (lookup_64(builder, table[i : i + 64], index) for i in (0, 64))
+    is_high = builder.icmp_unsigned(">=", index, splat_constant(64, V32H))
+    magnitude = builder.select(is_high, high, low)
+    sign = builder.and_(builder.shl(codes, splat_constant(8, V32H)), splat_constant(-0x8000, V32H))
+    return builder.bitcast(builder.or_(magnitude, sign), V16I)
+
+
+def has_pairs(format):
+    """Tell whether `pair_chunk` takes a format."""
+    return FORMATS[format].name in ("bfloat16", *PAIR_TABLES)
+
+
 def reorder(builder, x, y, paired, to_paired):
     """Bring the two vectors of a chunk from one order into another."""
     if paired == to_paired:
@@ -112,13 +148,12 @@ def reorder(builder, x, y, paired, to_paired):
 def _half_from_e4m3(builder, x):
     """Return 1 / 256 of float8_e4m3fn, which is in the upper bytes, as the bits of float16.
 
-    The exponent has one bit less, and so another bias; float16 has room for it. The codes that are
-    NaN become NaN.
+    The exponent has one bit less, and so another bias; float16 has room for it. NaN alone has all
+    bits set: one more is carried into the free bit of the exponent, and that makes NaN of it again.
     """
     wide = builder.and_(builder.ashr(x, splat_constant(1, V16H)), splat_constant(-0x4080, V16H))
-    magnitude = splat_constant(0x3F80, V16H)
-    is_nan = builder.icmp_unsigned("==", builder.and_(wide, magnitude), magnitude)
-    return builder.select(is_nan, splat_constant(0x7E00, V16H), wide)
+    carried = builder.add(wide, splat_constant(0x0080, V16H))
+    return builder.or_(wide, builder.and_(carried, splat_constant(0x4000, V16H)))
 
 
 def _widen_half(builder, bits):

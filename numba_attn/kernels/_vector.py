@@ -142,6 +142,13 @@ def pair_dot(builder, x, y, z):
     return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", type, [z, x, y])
 
 
+def lookup_64(builder, table, index):
+    """Look up 32 times in a table of 64 words, by the lowest 6 bits of the index (AVX512-BW)."""
+    low, high = (ir.Constant(V32H, table[i : i + 32]) for i in (0, 32))
+    type = ir.FunctionType(V32H, [V32H] * 3)
+    return _call(builder, "llvm.x86.avx512.vpermi2var.hi.512", type, [low, index, high])
+
+
 def all_pairs_exact(builder, words):
     """Tell (i1) whether all of 32 bfloat16 are 0 or of magnitude 2^-126 to 2^60."""
     magnitude = builder.and_(builder.bitcast(words, V32H), splat_constant(0x7FFF, V32H))

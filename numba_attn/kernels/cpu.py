@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import _plan, _threads
-from . import recurrence, rows, simd
-from ._formats import BFLOAT16, FORMATS, number
+from . import logits, recurrence, rows, simd
+from ._formats import BFLOAT16, FORMATS, has_pairs, number
 from ._jit import kernel, shared
 from ._vector import LANES, has_pair_dot
 
@@ -116,8 +116,8 @@ def _locate(array):
 
 def _variant(formats, options):
     """Return what else than the head sizes a kernel is compiled for: formats and options."""
-    used = simd.CAPPED * (options.softcap > 0) + simd.SCALED * options.token_scales()
-    used += simd.BIASED * (options.alibi_slopes is not None)
+    used = logits.CAPPED * (options.softcap > 0) + logits.SCALED * options.token_scales()
+    used += logits.BIASED * (options.alibi_slopes is not None)
     return *map(number, formats), used
 
 
@@ -147,9 +147,9 @@ def _factors(options, formats, gqa, shape):
         heads[-1][:] = common if by_token else scale * common
         every = np.broadcast_to(scale, shape) if by_token else None
         tokens.append((every.ctypes.data, *every.strides) if by_token else (0, 0, 0, 0))
-    slopes = np.zeros((num_kv_heads, simd.head_tiles(gqa) * LANES), np.float32)
+    slopes = np.zeros((num_kv_heads, logits.head_tiles(gqa) * LANES), np.float32)
     if options.alibi_slopes is not None:
-        slopes[:] = options.alibi_slopes.reshape(num_kv_heads, gqa)[:, simd.head_of_lanes(gqa)]
+        slopes[:] = options.alibi_slopes.reshape(num_kv_heads, gqa)[:, logits.head_of_lanes(gqa)]
     return _Factors(*heads, *tokens, np.float32(options.softcap), slopes)
 
 
@@ -160,10 +160,10 @@ def _attend_items(gqa, head_dim, v_head_dim, q_format, k_format, v_format, optio
     One is compiled per set of arguments; everything else is a run-time value.
     """
     width, v_width = rows.padded(head_dim), rows.padded(v_head_dim)
-    tile_tokens, lanes = simd.tile_tokens(gqa), simd.head_tiles(gqa) * LANES
-    logits = simd.logits_size(gqa)
-    pair_dot = int(has_pair_dot() and q_format == k_format == BFLOAT16)
-    scaled = int(options & simd.SCALED > 0)
+    tile_tokens, lanes = logits.tile_tokens(gqa), logits.head_tiles(gqa) * LANES
+    logits_size = logits.logits_size(gqa)
+    pair_dot = int(has_pair_dot() and q_format == BFLOAT16 and has_pairs(k_format))
+    scaled = int(options & logits.SCALED > 0)
     # Tokens per load and store of o: few keep the reads in address order, many save arithmetic,
     # which is the limit from 5 heads on.
     strip = 8 if gqa <= 4 else GROUP
@@ -176,7 +176,7 @@ def _attend_items(gqa, head_dim, v_head_dim, q_format, k_format, v_format, optio
         token_scales = _aligned(num_kv_heads, 2 * GROUP * scaled)
         queries = _aligned(num_kv_heads, gqa * width)
         packed = _aligned(num_kv_heads, gqa * width // 2 * pair_dot)  # q again, as bfloat16
-        weights = _aligned(num_kv_heads, logits)  # logits, then p
+        weights = _aligned(num_kv_heads, logits_size)  # logits, then p
         maxima = _aligned(num_kv_heads, lanes)  # m
         sums = _aligned(num_kv_heads, lanes)  # l
         values = _aligned(num_kv_heads, gqa * v_width)  # o
@@ -237,7 +237,7 @@ def _attend_items(gqa, head_dim, v_head_dim, q_format, k_format, v_format, optio
                         k_token, v_token = kv * k_tokens[3], kv * v_tokens[3]
                         at = scale_addresses.ctypes.data + 16 * group
                         _gather(token_scales[kv], at, count, k_token, v_token)
-                    simd.absorb(
+                    logits.absorb(
                         _at(weights, kv),
                         np.int32(count),
                         _at(maxima, kv),
@@ -262,7 +262,7 @@ def _attend_items(gqa, head_dim, v_head_dim, q_format, k_format, v_format, optio
             for kv in range(num_kv_heads):
                 h = kv * gqa
                 to_m, to_l = m[part, h:].ctypes.data, l[part, h:].ctypes.data
-                simd.store_state(_at(maxima, kv), _at(sums, kv), to_m, to_l, gqa)
+                logits.store_state(_at(maxima, kv), _at(sums, kv), to_m, to_l, gqa)
                 for g in range(gqa):
                     row, to = _at(values, kv) + 4 * v_width * g, o[part, h + g].ctypes.data
                     rows.natural_order(row, factors.v[kv], to, v_head_dim, v_format)
