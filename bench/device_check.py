@@ -157,7 +157,7 @@ def measure(names: list[str]) -> None:
 
 def to_device(step: Step) -> Step:
     """Copy a step's arrays to the device, bfloat16 as its bits."""
-    bits = [_arrays.bits("array", array) for array in step.arguments()[:3]]
+    bits = map(_arrays.as_carrier, step.arguments()[:3])
     return Step(*map(_device.cuda().to_device, (*bits, step.block_tables, step.seq_lens)))
 
 

@@ -32,7 +32,7 @@ def _read(k_words, v_words, pieces, folded):
 
 def to_device(step: Step) -> Step:
     """Copy a step's arrays to the device, bfloat16 as its bits."""
-    q, k_pool, v_pool = (_arrays.bits("array", array) for array in step.arguments()[:3])
+    q, k_pool, v_pool = map(_arrays.as_carrier, step.arguments()[:3])
     return Step(*map(cuda.to_device, (q, k_pool, v_pool, step.block_tables, step.seq_lens)))
 
 

@@ -1,8 +1,9 @@
-"""The CUDA twin: one block of threads per sequence and query head.
+"""The CUDA twin: one block of threads per query token and query head.
 
-A block walks its row in splits, and each split in tiles of 16 tokens that it stages in shared
-memory. A warp scores a token; thread t owns the columns t, t + T, ... of o. Every split starts from
-the identity and is folded into the state in order, inside the block. Grids depend on shapes only.
+A block walks the keys of its row in splits, and each split in tiles of 16 tokens that it stages in
+shared memory. A warp scores a token; thread t owns the columns t, t + T, ... of o. Every split
+starts from the identity and is folded into the state in order, inside the block. Grids depend on
+shapes only.
 """
 
 import functools
@@ -12,45 +13,60 @@ import warnings
 import numpy as np
 from numba import cuda
 
-from .. import _arrays, _plan
-from . import recurrence, warp
+from .. import _arrays, _plan, _plan_cuda
+from . import recurrence, rows_cuda, warp
 from ._jit import cuda_function, cuda_kernel
 from .warp import WARP
 
 TILE = _plan.GROUP_TOKENS
-SPLIT = _plan.CUDA_SPLIT_TOKENS
+SPLIT = _plan_cuda.SPLIT_TOKENS
 
 RESIDENT_THREADS = 512  # of a multiprocessor, at least: leaves 128 registers to each
 
 _launching = threading.Lock()
 
 
-def step_tile(state, q, k_pool, v_pool, tables, token_counts, scale):
+def step_tile(state, q, k_pool, v_pool, formats, tile, options):
     """Absorb a tile: every split of a row, folded into its state.
 
     Parameters
     ----------
     state : AttentionState
-        float32 m [S, Hq], l [S, Hq], o [S, Hq, Dv]; modified.
-    q : uint16 [S, Hq, D]
-    k_pool, v_pool : uint16 [N, B, Hkv, D], [N, B, Hkv, Dv]
-    tables : int32 [S, T]
-    token_counts : int32 [S]
-    scale : float32
+        float32 m [rows, Hq], l [rows, Hq], o [rows, Hq, Dv]; modified.
+    q : [rows, Hq, D] or [S, Q, Hq, D]
+    k_pool, v_pool : [N, B, Hkv, D], [N, B, Hkv, Dv]
+    formats : Formats
+        Of q and the pools.
+    tile : Tile
+        The keys, int32 on the device.
+    options : Options
     """
-    if 0 in (q.size, k_pool.size, v_pool.size, tables.size):
-        return  # no sequence, or none can have a token
-    arrays = [_arrays.flatten(array) for array in (q, k_pool, v_pool, tables, token_counts)]
-    block_size, num_kv_heads = k_pool.shape[1:3]
-    variant = _plan.step_variant(
-        (_arrays.address(k_pool), _arrays.address(v_pool)),
-        (arrays[1].strides[:3], arrays[2].strides[:3]),
-        (q.shape[2], v_pool.shape[3]),
+    if 0 in (q.size, k_pool.size, v_pool.size, tile.tables.size):
+        return  # no row, or none can have a token
+    arrays = [_arrays.flatten(array) for array in (q, k_pool, v_pool, tile.tables)]
+    rows = (
+        rows_cuda.of_pool(x, flat) for x, flat in zip((k_pool, v_pool), arrays[1:3], strict=True)
     )
-    where = tuple((array.offset, *array.strides) for array in arrays)
-    sizes = (q.shape[1], q.shape[1] // num_kv_heads, block_size)
+    variant = _plan_cuda.step_variant(*rows, formats, options)
     memory = [array.memory for array in arrays]
-    args = (*memory, where, sizes, scale, state.m, state.l, state.o)
+    query_place, *places = ((array.offset, *array.strides) for array in arrays)
+    scales = (rows_cuda.locate(x, 3) for x in (options.k_scale, options.v_scale))
+    where = rows_cuda.Places(
+        rows_cuda.by_query(query_place), *places, *scales, rows_cuda.locate(options.alibi_slopes, 1)
+    )
+    lists = rows_cuda.Lists(*(rows_cuda.locate(x, 1) for x in tile[1:6]))
+    num_q_heads = state.m.shape[1]
+    sizes = rows_cuda.Sizes(
+        num_q_heads,
+        num_q_heads // k_pool.shape[2],
+        k_pool.shape[1],
+        tile.tables.shape[0],
+        q.shape[1] if len(q.shape) == 4 else 1,
+        options.sliding_window,
+        int(options.causal),
+    )
+    factors = np.float32(options.scale), np.float32(options.softcap)
+    args = (*memory, where, lists, sizes, factors, state.m, state.l, state.o)
     launch(_step_kernel(variant), state.m.size, variant.threads, *args)
 
 
@@ -69,12 +85,26 @@ def merge_splits(state, partials, starts):
         _launch_rows(_merge_splits, state, *args)
 
 
-def finalize(state, out, lse):
-    """Write o / l as bfloat16 bits [S, Hq, Dv] and the log-sum-exp [S, Hq]."""
+def finalize(state, sinks, out, lse, dtype):
+    """Write o / l as `dtype` [rows, Hq, Dv] and the log-sum-exp [rows, Hq], sinks included.
+
+    `out` may have the queries of a sequence as an axis: [S, Q, Hq, Dv].
+    """
     if state.o.size:
-        bits = _arrays.flatten(out)
-        args = (state.m, state.l, state.o, bits.memory, (bits.offset, *bits.strides), lse)
-        _launch_rows(_finalize, state, *args)
+        flat = _arrays.flatten(out)
+        where = rows_cuda.by_query((flat.offset, *flat.strides))
+        queries = out.shape[1] if len(out.shape) == 4 else 1
+        args = (
+            state.m,
+            state.l,
+            state.o,
+            rows_cuda.locate(sinks, 1),
+            flat.memory,
+            where,
+            queries,
+            lse,
+        )
+        _launch_rows(_finalize(dtype), state, *args)
 
 
 def reset(state):
@@ -113,21 +143,50 @@ def launch(kernel, blocks, threads, *args):
 
 @functools.cache
 def _step_kernel(variant):
-    """Compile the step kernel for one `_plan.StepVariant`."""
-    head_dim, v_head_dim, wide = variant
+    """Compile the step kernel for one `_plan_cuda.StepVariant`."""
+    head_dim, v_head_dim, wide, formats, capped, biased, token_scales = variant
     threads = variant.threads
     warps = threads // WARP
-    width, copy = (8, warp.copy_16_bytes) if wide else (1, warp.copy_2_bytes)
-    k_size, v_size = TILE * head_dim, TILE * v_head_dim
-    k_chunks, v_chunks = head_dim // width, v_head_dim // width
+    k_dtype, v_dtype = (_arrays.CARRIERS[name] for name in formats[1:])
+    load_q, load_k, load_v = (warp.LOADERS[name] for name in formats)
+    copy = warp.copy_16_bytes if wide else warp.copy_element
+    k_width, v_width = (_plan_cuda.WIDE // x.itemsize if wide else 1 for x in (k_dtype, v_dtype))
+    k_size, v_size, scales_size = TILE * head_dim, TILE * v_head_dim, SPLIT if token_scales else 1
     # Loops of constant length, with a guard: they are unrolled, and their offsets are constants.
     tokens_per_warp = _plan.ceil_div(TILE, warps)
     columns_per_lane = _plan.ceil_div(head_dim, WARP)
     columns_per_thread = _plan.ceil_div(v_head_dim, threads)
 
     @cuda_function
-    def stage(tile, dim, chunks, pool, rows, first, count, thread):
+    def find_factors(where, factors, head, kv):
+        """Return what shapes a logit, and the factor of o: by kv head, unless by token."""
+        (k_factor, softcap), v_factor, slope = factors, recurrence.ONE, recurrence.ZERO
+        if not token_scales:
+            k_factor *= rows_cuda.scale(where.k_scale, 0, 0, kv)
+            v_factor = rows_cuda.scale(where.v_scale, 0, 0, kv)
+        if biased:
+            slope = warp.load_float32(where.slopes[0] + head * where.slopes[1])
+        return (k_factor, softcap, slope), v_factor
+
+    @cuda_function
+    def list_tokens(lists, tables, table, where, kv, block_size, begin, count, thread):
+        """List where the rows of K and of V are, token by token, and their scales."""
+        k_rows, v_rows, k_scales, v_scales = lists
+        k, v = where.k, where.v
+        for t in range(thread, count, threads):
+            column = warp.divide(begin + t, block_size)
+            slot = begin + t - column * block_size
+            block = np.int64(tables[table + column * where.table[2]])
+            k_rows[t] = k[0] + block * k[1] + slot * k[2] + kv * k[3]
+            v_rows[t] = v[0] + block * v[1] + slot * v[2] + kv * v[3]
+            if token_scales:
+                k_scales[t] = rows_cuda.scale(where.k_scale, block, slot, kv)
+                v_scales[t] = rows_cuda.scale(where.v_scale, block, slot, kv)
+
+    @cuda_function
+    def stage(tile, dim, width, pool, rows, first, count, thread):
         """Copy rows first..first + count of a split to shared memory."""
+        chunks = dim // width
         for i in range(thread, count * chunks, threads):
             t = warp.divide(i, chunks)
             d = (i - t * chunks) * width
@@ -140,7 +199,20 @@ def _step_kernel(variant):
         for part in range(columns_per_lane):
             d = lane + part * WARP
             if d < head_dim:
-                s += query[d] * warp.load_bfloat16(k_tile, t * head_dim + d)
+                s += query[d] * load_k(k_tile, t * head_dim + d)
+        return s
+
+    @cuda_function
+    def logit(s, shape, scales, t, distance):
+        """Return q . k as a logit: scaled, capped, biased."""
+        factor, softcap, slope = shape
+        s *= factor
+        if token_scales:
+            s *= scales[t]
+        if capped:
+            s = recurrence.softcapped(s, softcap)
+        if biased:
+            s += slope * np.float32(distance + t)
         return s
 
     @cuda_function
@@ -148,48 +220,47 @@ def _step_kernel(variant):
         """Return x + p . v for one column."""
         for t in range(TILE):
             if t < count:
-                x += weights[t] * warp.load_bfloat16(v_tile, t * v_head_dim + d)
+                x += weights[t] * load_v(v_tile, t * v_head_dim + d)
         return x
 
-    def step(q, k_pool, v_pool, tables, token_counts, where, sizes, scale, m, l, o):
+    def step(q, k_pool, v_pool, tables, where, lists, sizes, factors, m, l, o):
         query = cuda.shared.array(head_dim, np.float32)
         k_rows = cuda.shared.array(SPLIT, np.int64)
         v_rows = cuda.shared.array(SPLIT, np.int64)
-        k_tile = cuda.shared.array(k_size, np.uint16, alignment=16)
-        v_tile = cuda.shared.array(v_size, np.uint16, alignment=16)
+        k_scales = cuda.shared.array(scales_size, np.float32)
+        v_scales = cuda.shared.array(scales_size, np.float32)
+        k_tile = cuda.shared.array(k_size, k_dtype, alignment=16)
+        v_tile = cuda.shared.array(v_size, v_dtype, alignment=16)
         scores = cuda.shared.array(TILE, np.float32)
         weights = cuda.shared.array(TILE, np.float32)
+        v_weights = cuda.shared.array(TILE, np.float32) if token_scales else weights
         o_split = cuda.shared.array(v_head_dim, np.float32)
-        q_at, k_at, v_at, table_at, count_at = where
-        num_q_heads, gqa, block_size = sizes
         thread = cuda.threadIdx.x
         lane, own_warp = thread & (WARP - 1), thread // WARP
-        seq, head = _row_of_block(num_q_heads)
-        kv = warp.divide(head, gqa)
-        table = table_at[0] + seq * table_at[1]
-        tokens = np.int64(token_counts[count_at[0] + seq * count_at[1]])
-        if tokens <= 0:
+        row, head = _row_of_block(sizes.num_q_heads)
+        seq, begin, end, origin, place = rows_cuda.find(row, lists, sizes)
+        if begin == end:
             return
+        kv = warp.divide(head, sizes.gqa)
+        at = rows_cuda.offset(where.q, row, sizes.queries, head)
         for d in range(thread, head_dim, threads):
-            query[d] = warp.load_bfloat16(q, q_at[0] + seq * q_at[1] + head * q_at[2] + d)
-        m_row, l_row, o_row = m[seq, head], l[seq, head], o[seq, head]
-        for begin in range(0, tokens, SPLIT):
-            split = min(SPLIT, tokens - begin)
-            for t in range(thread, split, threads):
-                column = warp.divide(begin + t, block_size)
-                slot = begin + t - column * block_size
-                block = np.int64(tables[table + column * table_at[2]])
-                k_rows[t] = k_at[0] + block * k_at[1] + slot * k_at[2] + kv * k_at[3]
-                v_rows[t] = v_at[0] + block * v_at[1] + slot * v_at[2] + kv * v_at[3]
+            query[d] = load_q(q, at + d)
+        shape, v_factor = find_factors(where, factors, head, kv)
+        m_row, l_row, o_row = m[row, head], l[row, head], o[row, head]
+        tokens = k_rows, v_rows, k_scales, v_scales
+        table = where.table[0] + seq * where.table[1]
+        for split in range(begin - ((begin - origin) & (SPLIT - 1)), end, SPLIT):
+            low, high = max(split, begin), min(split + SPLIT, end)
+            list_tokens(tokens, tables, table, where, kv, sizes.block_size, low, high - low, thread)
             m2, l2 = recurrence.NEG_INF, recurrence.ZERO
             for d in range(thread, v_head_dim, threads):
                 o_split[d] = recurrence.ZERO
             cuda.syncthreads()
-            for first in range(0, split, TILE):
-                count = min(TILE, split - first)
+            for first in range(0, high - low, TILE):
+                count = min(TILE, high - low - first)
                 # load
-                stage(k_tile, head_dim, k_chunks, k_pool, k_rows, first, count, thread)
-                stage(v_tile, v_head_dim, v_chunks, v_pool, v_rows, first, count, thread)
+                stage(k_tile, head_dim, k_width, k_pool, k_rows, first, count, thread)
+                stage(v_tile, v_head_dim, v_width, v_pool, v_rows, first, count, thread)
                 cuda.syncthreads()
                 # score
                 for turn in range(tokens_per_warp):
@@ -197,12 +268,14 @@ def _step_kernel(variant):
                     if t < count:
                         s = warp.warp_sum(dot(query, k_tile, t, lane))
                         if lane == 0:
-                            scores[t] = s * scale
+                            scores[t] = logit(s, shape, k_scales, first + t, low - place)
                 cuda.syncthreads()
                 # absorb
                 m_new = _largest(m2, scores, count)
                 if thread < count:
                     weights[thread] = recurrence.weight(scores[thread], m_new)
+                    if token_scales:
+                        v_weights[thread] = weights[thread] * v_scales[first + thread]
                 cuda.syncthreads()
                 rescale = recurrence.weight(m2, m_new)
                 m2, l2 = m_new, _total(l2 * rescale, weights, count)
@@ -210,21 +283,23 @@ def _step_kernel(variant):
                 for turn in range(columns_per_thread):
                     d = thread + turn * threads
                     if d < v_head_dim:
-                        o_split[d] = add_values(o_split[d] * rescale, weights, v_tile, d, count)
+                        o_split[d] = add_values(o_split[d] * rescale, v_weights, v_tile, d, count)
                 cuda.syncthreads()
             # store
+            for d in range(thread, v_head_dim, threads):
+                o_split[d] *= v_factor
             m_row, l_row = _fold(m_row, l_row, o_row, m2, l2, o_split, thread, threads)
         if thread == 0:
-            m[seq, head], l[seq, head] = m_row, l_row
+            m[row, head], l[row, head] = m_row, l_row
 
     return cuda_kernel(step, (threads, RESIDENT_THREADS // threads))
 
 
 @cuda_function
 def _row_of_block(num_q_heads):
-    """Return the sequence and the query head of this block; heads come first."""
-    seq = warp.divide(cuda.blockIdx.x, num_q_heads)
-    return seq, cuda.blockIdx.x - seq * num_q_heads
+    """Return the row and the query head of this block; heads come first."""
+    row = warp.divide(cuda.blockIdx.x, num_q_heads)
+    return row, cuda.blockIdx.x - row * num_q_heads
 
 
 @cuda_function
@@ -272,15 +347,37 @@ def _merge_splits(part_m, part_l, part_o, starts, m, l, o):
         m[seq, head], l[seq, head] = m_row, l_row
 
 
-@cuda_kernel
-def _finalize(m, l, o, out, where, lse):
-    seq, head = _row_of_block(m.shape[1])
-    for d in range(cuda.threadIdx.x, o.shape[2], WARP):
-        x = recurrence.normalise(o[seq, head, d], l[seq, head])
-        bits = recurrence.round_to_bfloat16(warp.float_bits(x))
-        out[where[0] + seq * where[1] + head * where[2] + d] = bits
-    if cuda.threadIdx.x == 0:
-        lse[seq, head] = recurrence.log_sum_exp(m[seq, head], l[seq, head])
+@functools.cache
+def _finalize(dtype):
+    """Compile the kernel that normalises into a number format."""
+    rounding = {"bfloat16": recurrence.round_to_bfloat16, "float16": recurrence.round_to_float16}
+    if dtype == "float32":
+
+        @cuda_function
+        def encode(x):
+            return x
+
+    else:
+        round_to_dtype = rounding[dtype]
+
+        @cuda_function
+        def encode(x):
+            return round_to_dtype(warp.float_bits(x))
+
+    @cuda_kernel
+    def finalize_rows(m, l, o, sinks, out, where, queries, lse):
+        row, head = _row_of_block(m.shape[1])
+        to = rows_cuda.offset(where, row, queries, head)
+        sink = recurrence.NEG_INF
+        if sinks[0]:
+            sink = warp.load_float32(sinks[0] + head * sinks[1])
+        m_all, l_all, factor = recurrence.with_sink(m[row, head], l[row, head], sink)
+        for d in range(cuda.threadIdx.x, o.shape[2], WARP):
+            out[to + d] = encode(recurrence.normalise(o[row, head, d] * factor, l_all))
+        if cuda.threadIdx.x == 0:
+            lse[row, head] = recurrence.log_sum_exp(m_all, l_all)
+
+    return finalize_rows
 
 
 @cuda_kernel

@@ -2,25 +2,45 @@
 
 Kernels call these names and plain ``cuda.*`` only, so that one source compiles for a GPU and runs
 in the simulator, which has no warp shuffles, no intrinsics and no aligned shared memory.
+
+LOADERS has one function per number format: it returns element i of an array of the format's bits
+as float32, exactly, and NaN for a NaN.
 """
 
-import numpy as np
 from numba import cuda
 
-from .. import _device
+from .. import _arrays, _device
 from ._jit import cuda_function
 
 WARP = 32
 SIMULATOR = _device.is_simulator()
 
 if SIMULATOR:
+    import ctypes
+
+    import numpy as np
+
     from ._simulator import exchange
 
-    _WIDENED = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).tolist()
+    def _loader(name):
+        carrier = _arrays.CARRIERS[name]
+        if carrier.kind != "u":
+            return lambda numbers, i: float(numbers[i])
+        codes = np.arange(1 << 8 * carrier.itemsize).astype(carrier)
+        dtype = np.float16 if name == "float16" else _arrays.ml_dtype(name)
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            widened = codes.view(dtype).astype(np.float32).tolist()
+        return lambda bits, i: widened[bits[i]]
 
-    def load_bfloat16(bits, i):
-        """Return element i of an array of bfloat16 bits as float32."""
-        return _WIDENED[bits[i]]
+    LOADERS = {name: _loader(name) for name in _arrays.CARRIERS}
+
+    def load_int32(address):
+        """Return the int32 at an address in global memory, as int64."""
+        return ctypes.c_int32.from_address(int(address)).value
+
+    def load_float32(address):
+        """Return the float32 at an address in global memory."""
+        return ctypes.c_float.from_address(int(address)).value
 
     def float_bits(x):
         """Return the bits of a float32 as uint32."""
@@ -31,13 +51,14 @@ if SIMULATOR:
         return a // b
 
     def copy_16_bytes(tile, to, rows, start):
-        """Copy 8 elements of 2 bytes from global to shared memory, both aligned to 16 bytes."""
-        assert to % 8 == 0
-        for i in range(8):
+        """Copy 16 bytes of elements from global to shared memory, both aligned to 16 bytes."""
+        elements = 16 // tile.itemsize
+        assert to % elements == 0
+        for i in range(elements):
             tile[to + i] = rows[start + i]
 
-    def copy_2_bytes(tile, to, rows, start):
-        """Copy one element of 2 bytes from global to shared memory."""
+    def copy_element(tile, to, rows, start):
+        """Copy one element from global to shared memory."""
         tile[to] = rows[start]
 
     def warp_sum(x):
@@ -49,7 +70,8 @@ else:
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
-    _I32, _F32 = ir.IntType(32), ir.FloatType()
+    _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+    _F16, _F32 = ir.HalfType(), ir.FloatType()
     _16_BYTES = ir.VectorType(_I32, 4)
     _GLOBAL, _SHARED = 1, 3  # address spaces
     _ALL_LANES = 0xFFFFFFFF
@@ -59,16 +81,72 @@ else:
         array = context.make_array(signature.args[position])(context, builder, args[position])
         return builder.gep(array.data, [args[position + 1]])
 
+    def _from_bfloat16(builder, bits):
+        wide = builder.shl(builder.zext(bits, _I32), ir.Constant(_I32, 16))
+        return builder.bitcast(wide, _F32)
+
+    def _from_float16(builder, bits):
+        return builder.fpext(builder.bitcast(bits, _F16), _F32)
+
+    def _from_float32(builder, x):
+        return x
+
+    def _from_float8_e4m3fn(builder, bits):
+        """Give the bits to a float16, whose exponents begin 8 lower; 0x7F and 0xFF are NaN."""
+        wide = builder.shl(builder.sext(bits, _I16), ir.Constant(_I16, 7))
+        half = builder.and_(wide, ir.Constant(_I16, 0xBFFF))
+        x = builder.fmul(_from_float16(builder, half), ir.Constant(_F32, 256.0))
+        magnitude = builder.and_(bits, ir.Constant(_I8, 0x7F))
+        is_nan = builder.icmp_unsigned("==", magnitude, ir.Constant(_I8, 0x7F))
+        return builder.select(is_nan, ir.Constant(_F32, float("nan")), x)
+
+    def _from_float8_e5m2(builder, bits):
+        half = builder.shl(builder.zext(bits, _I16), ir.Constant(_I16, 8))
+        return _from_float16(builder, half)
+
+    def _from_int8(builder, bits):
+        return builder.sitofp(bits, _F32)
+
+    def _loader(widen):
+        @intrinsic
+        def load(typing_context, bits, i):
+            def codegen(context, builder, signature, args):
+                return widen(builder, builder.load(_element(context, builder, signature, args, 0)))
+
+            return types.float32(bits, types.int64), codegen
+
+        return load
+
+    LOADERS = {
+        "bfloat16": _loader(_from_bfloat16),
+        "float16": _loader(_from_float16),
+        "float32": _loader(_from_float32),
+        "float8_e4m3fn": _loader(_from_float8_e4m3fn),
+        "float8_e5m2": _loader(_from_float8_e5m2),
+        "int8": _loader(_from_int8),
+    }
+
+    def _at(builder, address, type):
+        """Return a pointer into global memory."""
+        return builder.inttoptr(address, ir.PointerType(type, _GLOBAL))
+
     @intrinsic
-    def load_bfloat16(typing_context, bits, i):
-        """Return element i of an array of bfloat16 bits as float32."""
+    def load_int32(typing_context, address):
+        """Return the int32 at an address in global memory, as int64."""
 
         def codegen(context, builder, signature, args):
-            narrow = builder.load(_element(context, builder, signature, args, 0))
-            wide = builder.shl(builder.zext(narrow, _I32), ir.Constant(_I32, 16))
-            return builder.bitcast(wide, _F32)
+            return builder.sext(builder.load(_at(builder, args[0], _I32), align=4), _I64)
 
-        return types.float32(bits, types.int64), codegen
+        return types.int64(types.int64), codegen
+
+    @intrinsic
+    def load_float32(typing_context, address):
+        """Return the float32 at an address in global memory."""
+
+        def codegen(context, builder, signature, args):
+            return builder.load(_at(builder, args[0], _F32), align=4)
+
+        return types.float32(types.int64), codegen
 
     @intrinsic
     def float_bits(typing_context, x):
@@ -85,13 +163,13 @@ else:
 
         def codegen(context, builder, signature, args):
             a, b = (builder.trunc(x, _I32) for x in args)
-            return builder.zext(builder.udiv(a, b), ir.IntType(64))
+            return builder.zext(builder.udiv(a, b), _I64)
 
         return types.int64(types.int64, types.int64), codegen
 
     @intrinsic
     def copy_16_bytes(typing_context, tile, to, rows, start):
-        """Copy 8 elements of 2 bytes from global to shared memory, both aligned to 16 bytes."""
+        """Copy 16 bytes of elements from global to shared memory, both aligned to 16 bytes."""
 
         def codegen(context, builder, signature, args):
             target, source = (
@@ -110,8 +188,8 @@ else:
         return types.void(tile, types.int64, rows, types.int64), codegen
 
     @intrinsic
-    def copy_2_bytes(typing_context, tile, to, rows, start):
-        """Copy one element of 2 bytes from global to shared memory."""
+    def copy_element(typing_context, tile, to, rows, start):
+        """Copy one element from global to shared memory."""
 
         def codegen(context, builder, signature, args):
             target, source = (_element(context, builder, signature, args, i) for i in (0, 2))
