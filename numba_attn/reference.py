@@ -17,12 +17,14 @@ Examples
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Float64Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 __all__ = ["AttentionState", "finalize", "merge", "paged_attention", "step_tile"]
 
@@ -30,15 +32,19 @@ __all__ = ["AttentionState", "finalize", "merge", "paged_attention", "step_tile"
 class AttentionState:
     """The state ``(m, l, o)`` in float64; see `numba_attn.AttentionState`."""
 
-    def __init__(self, num_seqs: int, num_q_heads: int, head_dim: int) -> None:
-        self.m = np.full((num_seqs, num_q_heads), -np.inf)
-        self.l = np.zeros((num_seqs, num_q_heads))
-        self.o = np.zeros((num_seqs, num_q_heads, head_dim))
+    def __init__(
+        self, num_seqs: int, num_q_heads: int, head_dim: int, *, num_queries: int | None = None
+    ) -> None:
+        rows = num_seqs if num_queries is None else num_queries
+        self.m = np.full((rows, num_q_heads), -np.inf)
+        self.l = np.zeros((rows, num_q_heads))
+        self.o = np.zeros((rows, num_q_heads, head_dim))
 
     @classmethod
     def like(cls, q: npt.NDArray[Any], v_pool: npt.NDArray[Any]) -> AttentionState:
-        """Make a state for q [S, Hq, D] and v_pool [N, B, Hkv, Dv]."""
-        return cls(q.shape[0], q.shape[1], v_pool.shape[3])
+        """Make a state for q [S, Hq, D], [S, Q, Hq, D] or [tokens, Hq, D] and v_pool."""
+        rows = math.prod(q.shape[:-2])
+        return cls(q.shape[0], q.shape[-2], v_pool.shape[3], num_queries=rows)
 
     def reset(self) -> None:
         """Return to the identity, in place."""
@@ -46,9 +52,32 @@ class AttentionState:
 
     @property
     def lse(self) -> Float64Array:
-        """Natural log-sum-exp, [S, Hq]; -inf where empty."""
+        """Natural log-sum-exp, [num_queries, Hq]; -inf where empty."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.l == 0, -np.inf, self.m + np.log(self.l))
+
+
+class _Keys(NamedTuple):
+    """The keys of a call, a row for each sequence."""
+
+    tables: npt.NDArray[Any]  # [S, T]
+    counts: IntArray  # [S], tokens in the table
+    starts: IntArray  # [S], position of the table's first token
+    lens: IntArray  # [S], tokens of the whole sequence
+    first: IntArray  # [S], the first position attended to
+
+
+class _Options(NamedTuple):
+    """The options that shape logits, mask and values, as the public functions take them."""
+
+    scale: float | None
+    softcap: float | None
+    sliding_window: int | None
+    alibi_slopes: Any
+    k_scale: Any
+    v_scale: Any
+    causal: bool
+    query_start_loc: Any
 
 
 def paged_attention(
@@ -59,15 +88,34 @@ def paged_attention(
     seq_lens: Any,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    causal: bool = True,
+    query_start_loc: Any = None,
+    seq_starts: Any = None,
     return_lse: bool = False,
     out: npt.NDArray[Any] | None = None,
 ) -> Any:
     """One-shot dense softmax; see `numba_attn.paged_attention`."""
-    if block_tables is None:
-        block_tables = np.arange(len(q))[:, None]
+    lens = _integers(seq_lens)
+    tables = np.arange(len(lens))[:, None] if block_tables is None else np.asarray(block_tables)
+    zero = np.zeros_like(lens)
+    keys = _Keys(tables, lens, zero, lens, _integers(seq_starts, zero))
+    options = _Options(
+        scale, softcap, sliding_window, alibi_slopes, k_scale, v_scale, causal, query_start_loc
+    )
     state = AttentionState.like(q, v_pool)
-    _absorb(state, q, k_pool, v_pool, block_tables, seq_lens, scale)
-    return finalize(state, dtype=q.dtype, return_lse=return_lse, out=out)
+    _absorb(state, q, k_pool, v_pool, keys, options)
+    result, lse = finalize(state, sinks=sinks, dtype=q.dtype, return_lse=True)
+    result = result.reshape(*q.shape[:-1], v_pool.shape[3])
+    if out is not None:
+        out[...] = result
+        result = out
+    return (result, lse.reshape(q.shape[:-1])) if return_lse else result
 
 
 def step_tile(
@@ -79,13 +127,29 @@ def step_tile(
     tile_block_counts: Any,
     *,
     tile_token_counts: Any = None,
+    tile_starts: Any = None,
+    seq_lens: Any = None,
+    seq_starts: Any = None,
+    query_start_loc: Any = None,
+    causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    alibi_slopes: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> None:
     """Absorb one tile; see `numba_attn.step_tile`."""
-    if tile_token_counts is None:
-        tile_token_counts = np.asarray(tile_block_counts) * k_pool.shape[1]
+    counts = _integers(tile_token_counts, _integers(tile_block_counts) * k_pool.shape[1])
+    zero = np.zeros_like(counts)
+    starts = _integers(tile_starts, zero)
+    lens = _integers(seq_lens, starts + counts)
+    keys = _Keys(np.asarray(tile_blocks), counts, starts, lens, _integers(seq_starts, zero))
+    options = _Options(
+        scale, softcap, sliding_window, alibi_slopes, k_scale, v_scale, causal, query_start_loc
+    )
     part = AttentionState.like(q, v_pool)
-    _absorb(part, q, k_pool, v_pool, tile_blocks, tile_token_counts, scale)
+    _absorb(part, q, k_pool, v_pool, keys, options)
     merge(state, part)
 
 
@@ -109,24 +173,36 @@ def merge(state: AttentionState, other: AttentionState) -> None:
 def finalize(
     state: AttentionState,
     *,
+    sinks: Any = None,
     dtype: Any = "bfloat16",
     return_lse: bool = False,
     out: npt.NDArray[Any] | None = None,
 ) -> Any:
     """Normalise into ``o / l``; see `numba_attn.finalize`. `dtype` may be any float type."""
+    if sinks is not None:
+        state = _with_sinks(state, np.asarray(sinks, np.float64))
     l = state.l[..., None]
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         exact = np.where(l == 0, 0.0, state.o / l)
-    if dtype == "bfloat16":
-        dtype = _bfloat16()
-    if np.dtype(dtype) == np.uint16:
-        result = exact.astype(_bfloat16()).view(np.uint16)
-    else:
-        result = exact.astype(dtype)
+        if dtype == "bfloat16":
+            dtype = _bfloat16()
+        if np.dtype(dtype) == np.uint16:
+            result = exact.astype(_bfloat16()).view(np.uint16)
+        else:
+            result = exact.astype(dtype)
     if out is not None:
         out[...] = result
         result = out
     return (result, state.lse) if return_lse else result
+
+
+def _with_sinks(state: AttentionState, sinks: Float64Array) -> AttentionState:
+    """Merge a copy of a state with one more key for each head: its logit the sink, its value 0."""
+    total, sink = (AttentionState(*state.o.shape) for _ in range(2))
+    sink.m[:], sink.l[:] = sinks, sinks > -np.inf
+    merge(total, state)
+    merge(total, sink)
+    return total
 
 
 def _bfloat16() -> np.dtype[Any]:
@@ -143,32 +219,79 @@ def _float64(array: npt.NDArray[Any]) -> Float64Array:
         return (array.view(_bfloat16()) if bits else array).astype(np.float64)
 
 
+def _integers(array: Any, default: IntArray | None = None) -> IntArray:
+    return default if array is None and default is not None else np.asarray(array, np.int64)
+
+
+def _queries(q: npt.NDArray[Any], lens: IntArray, query_start_loc: Any) -> list[tuple[int, int]]:
+    """List the sequence and the position of each query token: the last one is at the last key."""
+    if query_start_loc is None:
+        counts = np.full(len(lens), q.shape[1] if q.ndim == 4 else 1)
+    else:
+        counts = np.diff(_integers(query_start_loc))
+    query = [(s, i - count) for s, count in enumerate(counts.tolist()) for i in range(count)]
+    return [(s, int(lens[s]) + back) for s, back in query]
+
+
+def _attended(keys: _Keys, s: int, position: int, options: _Options) -> IntArray:
+    """List the tokens of the table, counted from its first, that a query attends to."""
+    start, token = keys.starts[s], np.arange(keys.counts[s], dtype=np.int64)
+    first, end = keys.first[s], keys.lens[s]
+    if options.sliding_window is not None:
+        first = max(first, position - options.sliding_window + 1)
+    if options.causal:
+        end = min(end, position + 1)
+    attended: IntArray = token[(start + token >= first) & (start + token < end)]
+    return attended
+
+
+def _rows(pool: npt.NDArray[Any], where: tuple[Any, Any], scale: Any) -> Float64Array:
+    """Gather rows [tokens, Hkv, D] of a pool and multiply them by their scales."""
+    rows = _float64(pool[where])
+    if scale is None:
+        return rows
+    scales = np.asarray(scale, np.float64)
+    with np.errstate(invalid="ignore"):
+        return rows * (scales[where] if scales.ndim == 3 else scales)[..., None]
+
+
+def _logits(
+    q: Float64Array, k: Float64Array, distance: IntArray, slope: float, options: _Options
+) -> Float64Array:
+    """Score one query [D] against keys [tokens, D] at so many positions from it [tokens]."""
+    logits = (1 / np.sqrt(len(q)) if options.scale is None else options.scale) * (k @ q)
+    if options.softcap is not None:
+        logits = options.softcap * np.tanh(logits / options.softcap)
+    return logits + slope * distance
+
+
 def _absorb(
     state: AttentionState,
     q: npt.NDArray[Any],
     k_pool: npt.NDArray[Any],
     v_pool: npt.NDArray[Any],
-    tables: Any,
-    token_counts: Any,
-    scale: float | None,
+    keys: _Keys,
+    options: _Options,
 ) -> None:
-    """Softmax over the first tokens of each row, into an empty state."""
-    block_size, num_kv_heads, head_dim = k_pool.shape[1:]
-    scale = 1 / np.sqrt(head_dim) if scale is None else scale
-    tables, token_counts = np.asarray(tables), np.asarray(token_counts)
-    for s, count in enumerate(token_counts.tolist()):
-        if count == 0:
+    """Softmax over the keys that each query attends to, into an empty state."""
+    queries = _float64(q).reshape(-1, *q.shape[-2:])  # [rows, Hq, D]
+    num_q_heads = q.shape[-2]
+    slopes = np.zeros(num_q_heads) if options.alibi_slopes is None else options.alibi_slopes
+    for row, (s, position) in enumerate(_queries(q, keys.lens, options.query_start_loc)):
+        token = _attended(keys, s, position, options)
+        if len(token) == 0:
             continue
-        blocks = tables[s, : -(-count // block_size)]
-        k = _float64(k_pool[blocks].reshape(-1, num_kv_heads, head_dim)[:count])
-        v = _float64(v_pool[blocks].reshape(-1, num_kv_heads, v_pool.shape[3])[:count])
-        for h in range(q.shape[1]):
-            kv = h // (q.shape[1] // num_kv_heads)
+        where = keys.tables[s, token // k_pool.shape[1]], token % k_pool.shape[1]
+        k = _rows(k_pool, where, options.k_scale)
+        v = _rows(v_pool, where, options.v_scale)
+        distance = keys.starts[s] + token - position
+        for h in range(num_q_heads):
+            kv = h // (num_q_heads // k_pool.shape[2])
             with np.errstate(invalid="ignore"):
-                logits = scale * (k[:, kv] @ _float64(q[s, h]))  # [tokens]
+                logits = _logits(queries[row, h], k[:, kv], distance, float(slopes[h]), options)
                 # A NaN logit makes the row NaN; a row of -inf logits is empty.
                 m = np.max(logits)
                 if m == -np.inf:
                     continue
                 p = np.exp(logits - m)
-                state.m[s, h], state.l[s, h], state.o[s, h] = m, p.sum(), p @ v[:, kv]
+                state.m[row, h], state.l[row, h], state.o[row, h] = m, p.sum(), p @ v[:, kv]
