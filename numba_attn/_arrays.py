@@ -80,11 +80,13 @@ def carried(name: str, array: Array, formats: tuple[str, ...]) -> tuple[Array, s
     view = _device.as_device_array(array) if on_device else np.asarray(array)
     found = format_of(view.dtype)
     if found not in formats:
-        may_be_bits = view.dtype == np.int16
-        advice = "'uint16') if these are bfloat16 bits" if may_be_bits else "ml_dtypes.bfloat16)"
+        bits = {"int16": ".view('uint16')", "uint8": ".view(ml_dtypes.float8_e4m3fn)"}
+        advice = f"{bits.get(str(view.dtype))} if these are bits"
+        if str(view.dtype) not in bits:
+            advice = ".astype(ml_dtypes.bfloat16)"
         raise TypeError(
             f"{name}: expected dtype {', '.join(formats)} (or bfloat16 bits as uint16), "
-            f"got {view.dtype}; convert it with .astype({advice}"
+            f"got {view.dtype}; convert it with {advice}"
         )
     return as_carrier(view), found
 

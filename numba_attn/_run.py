@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _device, _validate
+from . import _arrays, _device, _validate, _validate_options
 from ._call import Formats, Options, Tile
 from ._plan import Sizes
 from ._types import Array
@@ -46,6 +46,36 @@ def given_arrays(**arguments: Any) -> dict[str, Any]:
         for name, x in arguments.items()
         if (x.shape != () if hasattr(x, "shape") else hasattr(x, "__len__"))
     }
+
+
+def whole(
+    home: str,
+    inputs: Inputs,
+    options: Options,
+    block_tables: Any,
+    seq_lens: Any,
+    seq_starts: Any,
+) -> Tile:
+    """Check tables and lengths: the whole of each sequence as one tile."""
+    sizes = inputs.sizes
+    lens = _arrays.integers("seq_lens", seq_lens)
+    if block_tables is None:
+        _validate.contiguous(sizes, lens)
+        tables = _arrays.bring(home, np.arange(sizes.num_seqs, dtype=np.int32)[:, None])
+    else:
+        tables = _arrays.integers("block_tables", block_tables)
+        _validate.paged(sizes, tables, lens)
+    starts = _validate_options.seq_starts(seq_starts, lens, sizes.num_seqs)
+    tile = Tile(
+        tables,
+        _arrays.as_int32(lens),
+        seq_starts=starts,
+        query_starts=inputs.query_starts,
+        num_queries=sizes.num_queries,
+    )
+    if home == "cpu" and block_tables is not None:
+        _validate.block_ids("block_tables", tile, options, sizes)
+    return tile
 
 
 def absorb(state: AttentionState, inputs: Inputs, tile: Tile, options: Options) -> None:

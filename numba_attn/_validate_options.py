@@ -103,7 +103,8 @@ def pool_scale(name: str, value: Any, pool_rows: tuple[int, int, int]) -> Array 
     """Return the scale of a pool [N, B, Hkv, ...] as float32 [Hkv] or [N, B, Hkv], or None."""
     if value is None:
         return None
-    if not hasattr(value, "shape") or value.shape == ():
+    is_list = not hasattr(value, "shape") and hasattr(value, "__len__")
+    if not is_list and getattr(value, "shape", ()) == ():
         number = _positive(name, value[()] if hasattr(value, "shape") else value, "1")
         return np.full(pool_rows[2], number, np.float32)
     array = _arrays.floats(name, value)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from . import _arrays, _device, _plan, _run, _validate, _validate_options
-from ._call import Options, Tile
+from ._call import Tile
 from ._types import Array
 from .state import AttentionState
 
@@ -148,7 +146,7 @@ def paged_attention(
         v_scale=v_scale,
     )
     sinks = _validate_options.per_head("sinks", sinks, sizes.num_q_heads)
-    tile = _whole(home, inputs, options, block_tables, seq_lens, seq_starts)
+    tile = _run.whole(home, inputs, options, block_tables, seq_lens, seq_starts)
     shape = (*q.shape[:-1], sizes.v_head_dim)
     if out is not None:
         _validate.out(out, shape, inputs.dtype, given)
@@ -162,36 +160,6 @@ def paged_attention(
     )
     _run.absorb(state, inputs, tile, options)
     return _run.finish(state, home, shape, inputs.dtype, sinks, return_lse, out)
-
-
-def _whole(
-    home: str,
-    inputs: _run.Inputs,
-    options: Options,
-    block_tables: Any,
-    seq_lens: Any,
-    seq_starts: Any,
-) -> Tile:
-    """Check tables and lengths: the whole of each sequence as one tile."""
-    sizes = inputs.sizes
-    lens = _arrays.integers("seq_lens", seq_lens)
-    if block_tables is None:
-        _validate.contiguous(sizes, lens)
-        tables = _arrays.bring(home, np.arange(sizes.num_seqs, dtype=np.int32)[:, None])
-    else:
-        tables = _arrays.integers("block_tables", block_tables)
-        _validate.paged(sizes, tables, lens)
-    starts = _validate_options.seq_starts(seq_starts, lens, sizes.num_seqs)
-    tile = Tile(
-        tables,
-        _arrays.as_int32(lens),
-        seq_starts=starts,
-        query_starts=inputs.query_starts,
-        num_queries=sizes.num_queries,
-    )
-    if home == "cpu" and block_tables is not None:
-        _validate.block_ids("block_tables", tile, options, sizes)
-    return tile
 
 
 def step_tile(
@@ -239,8 +207,9 @@ def step_tile(
     seq_lens : int32 [S], optional
         Tokens of each whole sequence, by default those up to the end of this tile. A window, ALiBi
         and several causal queries need both positions; `seq_starts` needs `tile_starts`.
-    seq_starts, query_start_loc, causal, scale, softcap, sliding_window, alibi_slopes, \
-k_scale, v_scale
+    seq_starts, query_start_loc, causal, scale : optional
+        As in `paged_attention`, the same for every tile.
+    softcap, sliding_window, alibi_slopes, k_scale, v_scale : optional
         As in `paged_attention`, the same for every tile.
 
     Raises

@@ -8,16 +8,9 @@ from __future__ import annotations
 import _arguments as make
 import numpy as np
 from _arguments import BF16, B, D, Dv, Hq, S
+from _wrong_options import OPTIONS, POSITIONS, SINKS, WHOLE, kind, value
 
 from numba_attn import AttentionState
-
-
-def value(text, several=None, **changes):
-    return changes | ({"several": several} if several else {}), ValueError, text
-
-
-def kind(text, several=None, **changes):
-    return changes | ({"several": several} if several else {}), TypeError, text
 
 
 def row_1(*ids, dtype):
@@ -25,9 +18,12 @@ def row_1(*ids, dtype):
 
 
 NAMES = ("q", "k_pool", "v_pool")
-DTYPES = ("uint8", "int16", "int32", "float16", "float32", "float64", ">u2", "bool", "object")
+DTYPES = ("uint8", "int16", "int32", "float64", ">u2", ">f4", "bool", "object")
+SUPPORTED = {name: "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8" for name in NAMES}
+SUPPORTED["q"] = "bfloat16, float16, float32"
 FLOAT32 = "scale: must be positive and finite in float32, got "
 
+Q_AXES = "3 or 4 axes [S, Hq, D] or [S, Q, Hq, D]"
 INPUTS = [  # of paged_attention and step_tile alike
     kind("q: expected a NumPy array or a CUDA array, got list; convert it with", q=[[1.0]]),
     kind("q: expected a NumPy array or a CUDA array, got NoneType; convert it", q=None),
@@ -35,22 +31,25 @@ INPUTS = [  # of paged_attention and step_tile alike
     kind("k_pool: expected a NumPy array or a CUDA array, got MaskedArray", k_pool=np.ma.ones(3)),
     *(
         kind(
-            f"{name}: expected dtype bfloat16 (or its bits as uint16), got {np.dtype(dtype)}; conv",
+            f"{name}: expected dtype {SUPPORTED[name]} (or bfloat16 bits as uint16), got "
+            f"{np.dtype(dtype)}; convert it with .",
             **{name: lambda g, name=name, dtype=dtype: np.zeros(vars(g)[name].shape, dtype)},
         )
         for name in NAMES
         for dtype in DTYPES
     ),
-    value("q: expected 3 axes [S, Hq, D], got shape (); reshape it", q=np.zeros((), BF16)),
-    value("q: expected 3 axes [S, Hq, D], got shape (4, 8); reshape it", q=lambda g: g.q[0]),
+    kind("q: expected dtype bfloat16, float16, float32 (or", q=lambda g: g.q.astype("int8")),
+    value(f"q: expected {Q_AXES}, got shape (); reshape it", q=np.zeros((), BF16)),
+    value(f"q: expected {Q_AXES}, got shape (4, 8); reshape it", q=lambda g: g.q[0]),
+    value("q: Q must be at least 1, got Q = 0 in shape (2, 0, 4", q=lambda g: g.q[:, None][:, :0]),
     value("k_pool: expected 4 axes [N, B, Hkv, D], got shape (4, 2", k_pool=lambda g: g.k_pool[0]),
     value(
         "v_pool: expected 4 axes [N, B, Hkv, Dv], got shape (5, 4, 2, 6, 1)",
         v_pool=lambda g: g.v_pool[..., None],
     ),
     value(
-        "q: the last axis of [S, Hq, D] must be contiguous (stride 2 bytes), got strides (128, 32, "
-        "4); copy it with numpy.ascontiguousarray",
+        "q: the last axis of [S, Hq, D] or [S, Q, Hq, D] must be contiguous (stride 2 bytes), got "
+        "strides (128, 32, 4); copy it with numpy.ascontiguousarray",
         q=lambda g: make.every_other_column(g.q),
     ),
     value("q: the last axis of", q=lambda g: np.broadcast_to(g.q[..., :1], (S, Hq, D))),
@@ -106,7 +105,7 @@ IDS += [(2**31, "u8"), (2**64 - 1, "u8"), (-2, ">i4")]
 PAGED = [
     value(
         "block_tables: expected shape [S, max_blocks] with S = 2, a row per sequence of q, got (); "
-        "pass a row of block ids for each row of q",
+        "pass a row of block ids for each sequence",
         block_tables=3,
     ),
     value("S = 2, a row per sequence of q, got (2,); pass", block_tables=[3, 1]),
@@ -126,7 +125,7 @@ PAGED = [
         seq_lens=np.ma.masked_array([9, 5], [0, 1]),
     ),
     value("seq_lens: expected shape [S] = (2,), one per sequence of q, got (); pass", seq_lens=9),
-    value("got (1,); pass one number for each row of q", seq_lens=[9]),
+    value("got (1,); pass one number for each sequence", seq_lens=[9]),
     value("seq_lens: expected shape [S] = (2,)", seq_lens=[[9], [5]]),
     value(
         "seq_lens: must be from 0 to max_blocks * B = 12 (and fit int32), got 13 in row 0; a row "
@@ -139,14 +138,16 @@ PAGED = [
     ),
     value(
         "block_tables: ids in use must be from 0 to N - 1 = 4 (and fit int32), got 5 in row 0, "
-        "entry 2 (of 3 in use); pass ids of blocks in k_pool, or a shorter length",
+        "entry 2 (tokens 0 to 9 are in use); pass ids of blocks in k_pool, or a shorter length",
         block_tables=[[3, 1, 5], [0, 2, -1]],
     ),
     *(
         value(f"int32), got {bad} in row 1, entry 1", block_tables=row_1(0, bad, dtype=dtype))
         for bad, dtype in IDS
     ),
-    value("(and fit int32), got 2147483648 in row 1, entry 0 (of 1 in use)", make.huge_pool),
+    value(
+        "(and fit int32), got 2147483648 in row 1, entry 0 (tokens 0 to 1 are in", make.huge_pool
+    ),
     value(
         "block_tables: None means contiguous caches, one block per sequence, so k_pool must have "
         "N = S = 2 blocks, got N = 5; pass block_tables for a paged pool",
@@ -170,16 +171,16 @@ PAGED = [
         out=lambda g: np.ma.masked_array(g.out),
     ),
     value(
-        "out: expected shape [S, Hq, Dv] = (2, 4, 6), got (4, 6); reshape", out=lambda g: g.out[0]
+        "out: expected shape (2, 4, 6), that of q with Dv, got (4, 6); resh", out=lambda g: g.out[0]
     ),
-    value("Dv] = (2, 4, 6), got (2, 4, 8); reshape", out=np.zeros((S, Hq, D), BF16)),
+    value("shape (2, 4, 6), that of q with Dv, got (2, 4, 8)", out=np.zeros((S, Hq, D), BF16)),
     kind(
         "out: expected dtype bfloat16, that of the result, got float32; allocate it with this",
         out=np.zeros((S, Hq, Dv), np.float32),
     ),
     kind("dtype bfloat16, that of the result, got uint16", out=np.zeros((S, Hq, Dv), np.uint16)),
     kind("dtype uint16, that of the result, got bfloat16", q=lambda g: g.q.view(np.uint16)),
-    value("out: the last axis of [S, Hq, Dv]", out=lambda g: make.every_other_column(g.out)),
+    value("out: the last axis of [..., Hq, Dv]", out=lambda g: make.every_other_column(g.out)),
     value("out: the data must be aligned to 2 bytes", out=lambda g: make.unaligned(g.out)),
     value(
         "out: must be writable, got a read-only array; pass a copy of it",
@@ -199,8 +200,8 @@ PAGED = [
         lambda g: make.on_device(g) | {"q": g.q},
     ),
     kind(
-        "q: a device array carries bfloat16 as its bits in uint16, got float32; view it as uint16",
-        lambda g: make.on_device(g, q=np.float32),
+        "q: expected dtype bfloat16, float16, float32 (or bfloat16 bits as uint16), got int64",
+        lambda g: make.on_device(g, q=np.int64),
     ),
     kind(
         "seq_lens: a device array must be int32, got int64; convert it on the device",
@@ -211,7 +212,7 @@ PAGED = [
 TILE = [
     kind("state: expected an AttentionState, got NoneType; make one with Attent", state=None),
     value(
-        "state: expected [S, Hq, Dv] = (2, 4, 6) from q and v_pool, got (2, 4, 8); make one with "
+        "state: expected [queries, Hq, Dv] = (2, 4, 6) from q and v_pool, got (2, 4, 8); make one with "
         "AttentionState.like(q, v_pool)",
         state=lambda g: AttentionState(S, Hq, D),
     ),
@@ -251,7 +252,7 @@ MERGE = [
         other=lambda g: g.state,
     ),
     value(
-        "other: expected [S, Hq, Dv] = (2, 4, 6) as in state, got (2, 4, 8); pass a state of the "
+        "other: expected [queries, Hq, Dv] = (2, 4, 6) as in state, got (2, 4, 8); pass a state of the "
         "same queries",
         other=lambda g: AttentionState(S, Hq, D),
     ),
@@ -264,12 +265,14 @@ MERGE = [
 FINALIZE = [
     kind("state: expected an AttentionState, got int", state=1),
     kind("return_lse: expected True or False, got int", return_lse=1),
-    kind("dtype: expected bfloat16 or uint16, got float32; convert the result", dtype="float32"),
-    kind("dtype: expected bfloat16 or uint16, got float64", dtype=None),
-    kind("dtype: expected bfloat16 or uint16, got 'no dtype'", dtype="no dtype"),
+    kind(
+        "dtype: expected bfloat16, float16, float32 or uint16 (bfloat16 bits), got int8", dtype="i1"
+    ),
+    kind("or uint16 (bfloat16 bits), got float64; convert with .astype", dtype=None),
+    kind("or uint16 (bfloat16 bits), got 'no dtype'", dtype="no dtype"),
     kind("out: expected dtype uint16, that of the result, got bfloat16", dtype="uint16"),
     kind("out: expected a NumPy array or a CUDA array, got list", out=[[0]]),
-    value("out: expected shape [S, Hq, Dv] = (2, 4, 6), got (1,", out=lambda g: g.out[:1]),
+    value("out: expected shape (2, 4, 6), that of q with Dv, got (1,", out=lambda g: g.out[:1]),
     value("out: must be writable, got a read-only", out=lambda g: make.read_only(g.out)),
     value(
         "out: must not overlap state, got a view of its memory; pass an array of its own",
@@ -285,6 +288,8 @@ STATE = [
     kind("num_seqs: expected an integer, got float; pass an int", num_seqs=2.0),
     kind("num_q_heads: expected an integer, got bool", num_q_heads=True),
     value("num_seqs: must be at least 0, got -1; pass the size of", num_seqs=-1),
+    value("num_queries: must be at least 0, got -1; pass the size of", num_queries=-1),
+    kind("num_queries: expected an integer, got str", num_queries="2"),
     value("num_q_heads: must be at least 1, got 0", num_q_heads=0),
     value("head_dim: must be at least 1, got 0", head_dim=0),
     value("device: expected one of 'auto', 'cpu', 'cuda', got 'tpu'", device="tpu"),
@@ -292,8 +297,11 @@ STATE = [
 ]
 
 LIKE = [
-    kind("q: expected an array [S, Hq, D], got list; convert it with numpy.asarray", q=[[1]]),
-    value("q: expected 3 axes [S, Hq, D], got shape (3,)", q=np.zeros(3)),
+    kind(
+        "q: expected an array [S, Hq, D] or [S, Q, Hq, D], got list; convert it with numpy.asarray",
+        q=[[1]],
+    ),
+    value(f"q: expected {Q_AXES}, got shape (3,)", q=np.zeros(3)),
     value("v_pool: expected 4 axes [N, B, Hkv, Dv], got shape (3,)", v_pool=np.zeros(3)),
 ]
 
@@ -302,6 +310,9 @@ WARMUP = [
     value("v_head_dim: must be at least 1, got 0; pass the size of", v_head_dim=0),
     value("head_dim: must be at least 1, got -8", head_dim=-8),
     value("num_q_heads: Hq must be a multiple of Hkv, got Hq = 3 and Hkv = 2", num_q_heads=3),
+    kind("dtype: expected bfloat16, float16, float32 or uint16", dtype="int8"),
+    kind("kv_dtype: expected bfloat16, float16, float32, float8_e4m3fn", kv_dtype="int16"),
+    kind("softcap: expected True or False, got float", softcap=2.0),
 ]
 
 THREADS = [
@@ -319,10 +330,10 @@ ENVIRONMENT = [
 ]
 
 TABLES = {
-    "paged_attention": INPUTS + PAGED,
-    "step_tile": INPUTS + TILE,
+    "paged_attention": INPUTS + OPTIONS + PAGED + WHOLE,
+    "step_tile": INPUTS + OPTIONS + TILE + POSITIONS,
     "merge": MERGE,
-    "finalize": FINALIZE,
+    "finalize": FINALIZE + SINKS,
     "AttentionState": STATE,
     "AttentionState.like": LIKE,
     "warmup": WARMUP,

@@ -17,22 +17,29 @@ PUBLIC = [*FUNCTIONS, "AttentionState"]
 # DESIGN: the fixed names of the public API
 SIGNATURES = {
     "paged_attention": (
-        "(q, k_pool, v_pool, block_tables, seq_lens, *, scale=None, return_lse=False, out=None, "
+        "(q, k_pool, v_pool, block_tables, seq_lens, *, scale=None, softcap=None, "
+        "sliding_window=None, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, "
+        "causal=True, query_start_loc=None, seq_starts=None, return_lse=False, out=None, "
         "device='auto')"
     ),
-    "AttentionState": "(num_seqs, num_q_heads, head_dim, *, device='cpu')",
+    "AttentionState": "(num_seqs, num_q_heads, head_dim, *, num_queries=None, device='cpu')",
     "AttentionState.like": "(q, v_pool)",
     "AttentionState.reset": "(self)",
     "step_tile": (
         "(state, q, k_pool, v_pool, tile_blocks, tile_block_counts, *, tile_token_counts=None, "
-        "scale=None)"
+        "tile_starts=None, seq_lens=None, seq_starts=None, query_start_loc=None, causal=True, "
+        "scale=None, softcap=None, sliding_window=None, alibi_slopes=None, k_scale=None, "
+        "v_scale=None)"
     ),
     "merge": "(state, other)",
-    "finalize": "(state, *, dtype='bfloat16', return_lse=False, out=None)",
+    "finalize": "(state, *, sinks=None, dtype='bfloat16', return_lse=False, out=None)",
     "available_devices": "()",
     "get_num_threads": "()",
     "set_num_threads": "(num_threads)",
-    "warmup": "(num_q_heads, num_kv_heads, head_dim, *, v_head_dim=None, device='cpu')",
+    "warmup": (
+        "(num_q_heads, num_kv_heads, head_dim, *, v_head_dim=None, dtype='bfloat16', "
+        "kv_dtype=None, softcap=False, alibi=False, token_scales=False, device='cpu')"
+    ),
 }
 
 
@@ -101,7 +108,7 @@ def test_the_reference_state_has_the_same_names():
     state = AttentionState(2, 4, 8)
     for name in ("m", "l", "o", "lse"):
         assert getattr(host, name).shape == getattr(state, name).shape
-    assert signature(type(host)) == SIGNATURES["AttentionState"].replace(", *, device='cpu'", "")
+    assert signature(type(host)) == SIGNATURES["AttentionState"].replace(", device='cpu'", "")
 
 
 def test_in_place_functions_return_none():

@@ -11,6 +11,7 @@ from _cases import BFLOAT16, Answer, absorb, attend, draw, place, tiles
 from _checks import check_attention
 
 from numba_attn import _plan
+from numba_attn._call import Tile
 
 
 def filled(q, k, v, tokens, *, head_dim=32):
@@ -176,7 +177,7 @@ def test_20_partials_are_not_rounded_between_tiles(backend):
 
 def test_23_one_long_sequence_fills_all_cores():
     lens = np.array([32768], np.int32)
-    assert len(_plan.split_items(_plan.split_starts(lens), lens)) == 64
+    assert len(_plan.cut(Tile(None, lens)).items) == 64
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17])

@@ -10,13 +10,16 @@ import pytest
 from _process import TESTS, environment
 from numba import float32, int32, int64
 
-from numba_attn.kernels import simd
+from numba_attn.kernels import logits, simd
 
 ADDRESSES = (int64,) * 7
 BLOCKS = {
-    "score": ("4, 128, 0", ADDRESSES),
-    "absorb": ("4", (int64, float32, int32, int64, int64, int64)),
-    "accumulate": ("4, 128, 8", ADDRESSES),
+    "score": ("4, 128, 0, 0", ADDRESSES),
+    "absorb": (
+        "4, 7",
+        (int64, int32, int64, int64, int64, float32, float32, int64, int32, int64),
+    ),
+    "accumulate": ("4, 128, 0, 8", ADDRESSES),
 }
 # CPU: (triple, packed multiply-add or multiply, the same one scalar)
 CPUS = {
@@ -35,7 +38,7 @@ def intermediate(name):
     """Compile a building block for the CPU of this process; return its LLVM code."""
     literals, signature = BLOCKS[name]
     names = ", ".join(f"a{i}" for i in range(len(signature)))
-    scope = {"block": getattr(simd, name)}
+    scope = {"block": getattr(simd, name, None) or getattr(logits, name)}
     exec(f"def call({names}):\n    block({names}, {literals})", scope)
     function = numba.njit(scope["call"])
     function.compile(signature)

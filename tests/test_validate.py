@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import pathlib
 from fractions import Fraction
 from types import SimpleNamespace
@@ -13,9 +14,19 @@ from _arguments import BF16, D, Dv, Hq, S, unaligned, valid
 from _wrong import CASES
 
 import numba_attn
-from numba_attn import AttentionState, _arrays, _device, _threads, _validate, api, state
+from numba_attn import (
+    AttentionState,
+    _arrays,
+    _device,
+    _run,
+    _threads,
+    _validate,
+    _validate_options,
+    api,
+    state,
+)
 
-MODULES = (_arrays, _device, _threads, _validate, api, state)
+MODULES = (_arrays, _device, _run, _threads, _validate, _validate_options, api, state)
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +46,15 @@ def changed(function, changes):
     return arguments
 
 
-def call(function, arguments):
-    target = numba_attn
+def target(function):
+    found = numba_attn
     for name in function.split("."):
-        target = getattr(target, name)
-    return target(**arguments)
+        found = getattr(found, name)
+    return found
+
+
+def call(function, arguments):
+    return target(function)(**arguments)
 
 
 def contents(arguments):
@@ -122,7 +137,8 @@ def test_every_message_names_the_argument_what_came_and_what_to_do(monkeypatch):
         with monkeypatch.context() as patch:
             message = str(error_of(function, changes, patch))
         name, rest = message.split(": ", 1)
-        assert name in {*valid(function), *changes, "all arrays must be on one device"}
+        arguments = inspect.signature(target(function)).parameters
+        assert name in {*arguments, *changes, "all arrays must be on one device"}
         assert "got" in rest or "on the host" in rest
         assert name == "device" or len(rest.split("; ", 1)[1]) > 5
 
