@@ -1,6 +1,7 @@
 """One interface over the reference and the twins: host arrays in, host arrays out."""
 
 import functools
+import math
 from types import ModuleType
 
 import ml_dtypes
@@ -47,18 +48,18 @@ class Backend:
 
     def like(self, q, v_pool):
         if self.name == "cuda":  # host arrays would give a host state
-            return self.AttentionState(q.shape[0], q.shape[1], v_pool.shape[3])
+            return self.AttentionState(math.prod(q.shape[:-2]), q.shape[-2], v_pool.shape[3])
         return self.module.AttentionState.like(q, v_pool)
 
     def finalize(self, state, *, return_lse=False, **options):
         out, lse = self.module.finalize(state, return_lse=True, **options)
         out = _arrays.to_host(out)
-        if self.name == "cuda" and np.dtype(options.get("dtype", ml_dtypes.bfloat16)) != np.uint16:
+        if self.name == "cuda" and np.dtype(options.get("dtype", "bfloat16")) == ml_dtypes.bfloat16:
             out = out.view(ml_dtypes.bfloat16)
         return (out, _arrays.to_host(lse)) if return_lse else out
 
     def read(self, state):
-        """Return host copies of m [S, Hq], l [S, Hq] and o [S, Hq, Dv]."""
+        """Return host copies of m [queries, Hq], l [queries, Hq] and o [queries, Hq, Dv]."""
         return tuple(np.array(_arrays.to_host(part)) for part in (state.m, state.l, state.o))
 
     def lse(self, state):

@@ -1,15 +1,18 @@
 """The error bound: at most twice a plain float32 evaluation's error, and a few roundings."""
 
+import ml_dtypes
 import numpy as np
-from _cases import Answer, Sequences, dense
+from _cases import BFLOAT16, Answer, Sequences
+from _oracle import dense
 
 EPS = 2.0**-24
 
 
-def half_ulp_bfloat16(x):
-    """Half the distance between bfloat16 neighbours of x."""
+def half_ulp(x, dtype=BFLOAT16):
+    """Half the distance between neighbours of x in a dtype."""
+    info = ml_dtypes.finfo(dtype)
     _, exponent = np.frexp(np.asarray(x, np.float64))
-    return np.ldexp(0.5, np.maximum(exponent, -125) - 8)
+    return np.ldexp(0.5, np.maximum(exponent, info.minexp + 1) - info.nmant - 1)
 
 
 def row_scale(ref):
@@ -40,12 +43,12 @@ def check_values(what, x, ref, plain, scale, slack=0.0):
 
 
 def check_answer(seqs: Sequences, answer: Answer) -> None:
-    """Check bfloat16 `out` [S, Hq, Dv] and float32 `lse` [S, Hq] of attention over all tokens."""
+    """Check `out` and float32 `lse`, sinks included: a row for each query, or as q has them."""
     ref, plain = dense(seqs), dense(seqs, np.float32)
-    out = np.asarray(answer.out, np.float64)
-    rounding = half_ulp_bfloat16(np.where(np.isfinite(out), out, 0))
+    out = np.asarray(answer.out, np.float64).reshape(ref.out.shape)
+    rounding = half_ulp(np.where(np.isfinite(out), out, 0), answer.out.dtype)
     check_values("out", out, ref.out, plain.out, row_scale(ref.out), rounding)
-    check_values("lse", answer.lse, ref.lse, plain.lse, 1.0)
+    check_values("lse", np.reshape(answer.lse, ref.lse.shape), ref.lse, plain.lse, 1.0)
 
 
 def normalise(state_arrays) -> Answer:
@@ -57,14 +60,22 @@ def normalise(state_arrays) -> Answer:
 
 
 def check_state(seqs: Sequences, state_arrays) -> None:
-    """Check a state's m, l, o after attention over all tokens; nothing is rounded to bfloat16."""
+    """Check a state's m, l, o after attention over all tokens; nothing is rounded to a dtype.
+
+    No sink has entered it.
+    """
+    seqs = seqs.but(sinks=None)
     ref, plain, x = dense(seqs), dense(seqs, np.float32), normalise(state_arrays)
     check_values("o / l", x.out, ref.out, plain.out, row_scale(ref.out))
     check_values("m + log(l)", x.lse, ref.lse, plain.lse, 1.0)
 
 
 def check_close(seqs: Sequences, a: Answer, b: Answer) -> None:
-    """Check that two answers before rounding (o / l, lse) agree within the bound of the case."""
+    """Check that two answers before rounding (o / l, lse) agree within the bound of the case.
+
+    No sink has entered them.
+    """
+    seqs = seqs.but(sinks=None)
     ref, plain = dense(seqs), dense(seqs, np.float32)
     for what, scale in (("out", row_scale(ref.out)), ("lse", 1.0)):
         x, y, r, p = (np.asarray(getattr(t, what), np.float64) for t in (a, b, ref, plain))

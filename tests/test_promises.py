@@ -22,7 +22,7 @@ def test_a_row_of_count_0_keeps_its_state(twin):
     paged = place(seqs, 4)
     state = absorb(twin, seqs, paged)
     before = twin.read(state)
-    blocks, counts, tokens = next(tiles(paged, 3))
+    blocks, counts, tokens, _ = next(tiles(paged, 3))
     for row_counts, row_tokens in ((counts * [0, 1, 0], tokens * [0, 1, 0]), (counts, tokens * 0)):
         step(twin, state, seqs, paged, Tile(blocks, row_counts, row_tokens))
         after = twin.read(state)
