@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _device, _plan_cuda
+from . import _device
 from ._types import Array, HostArray
 
 UINT16 = np.dtype(np.uint16)
@@ -225,7 +225,9 @@ def address(array: Array) -> int:
 
 def flatten(array: Array) -> Flat:
     """View a device array of any strides as one run of memory, from its lowest address."""
-    size, offset, strides = _plan_cuda.span(array.shape, array.strides, array.dtype.itemsize)
+    from ._plan_cuda import span  # host arrays do without
+
+    size, offset, strides = span(array.shape, array.strides, array.dtype.itemsize)
     first = address(array) - offset * array.dtype.itemsize
     interface = {"shape": (size,), "typestr": array.dtype.str, "data": (first, False), "version": 3}
     if _device.is_simulator():

@@ -81,7 +81,7 @@ def attention_sizes(
         num_seqs, num_rows, num_queries = _ragged(query_starts, q.shape[0]), q.shape[0], 0
     rows("k_pool", k_pool, "[N, B, Hkv, D]", 4)
     rows("v_pool", v_pool, "[N, B, Hkv, Dv]", 4)
-    num_q_heads, head_dim = q.shape[-2:]
+    num_q_heads, head_dim = tuple(q.shape)[-2:]
     num_blocks, block_size, num_kv_heads, k_dim = k_pool.shape
     _positive("q", "Hq", num_q_heads, q)
     _positive("q", "D", head_dim, q)

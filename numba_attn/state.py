@@ -115,7 +115,7 @@ class AttentionState:
         _validate.axes("v_pool", v_pool, "[N, B, Hkv, Dv]", 4)
         home = _device.home(q=q, v_pool=v_pool)
         rows = math.prod(q.shape[:-2])
-        return cls(q.shape[0], q.shape[-2], v_pool.shape[3], num_queries=rows, device=home)
+        return cls(q.shape[0], tuple(q.shape)[-2], v_pool.shape[3], num_queries=rows, device=home)
 
     def reset(self) -> None:
         """Return to the identity ``(-inf, 0, 0)``, in place."""

@@ -41,7 +41,7 @@ def test_any_number_of_threads(cpu, case, threads):
 
 
 def test_tiny_work_stays_on_the_calling_thread(cpu, monkeypatch):
-    tiny, large = ((seqs, place(seqs, 16)) for seqs in (draw((16, 16)), draw((600, 3000))))
+    tiny, large = ((seqs, place(seqs, 16)) for seqs in (draw((16, 16)), draw((600, 5000))))
     used = []
     monkeypatch.setattr(_threads, "run", lambda task, args, n: used.append(n) or task(*args))
     monkeypatch.setattr(_threads, "_num_threads", 2)

@@ -12,7 +12,8 @@ import numba_attn, numpy as np
 from numba_attn.kernels import cpu
 
 def compiled():
-    kernels = [cpu._attend_items(4, 32, 32), cpu._merge_splits, cpu._finalize]
+    attend_items = cpu._attend_items(4, 32, 32, 0, 0, 0, 0)
+    kernels = [attend_items, cpu._merge_splits, cpu._finalize("bfloat16")]
     return [len(kernel.signatures) for kernel in kernels]
 
 numba_attn.warmup(8, 2, 32)
@@ -52,7 +53,34 @@ def test_one_kernel_serves_all_block_sizes():
     for block_size in (1, 3, 16, 100):
         q, pool = np.zeros((1, 8, 32), "u2"), np.zeros((3, block_size, 2, 32), "u2")
         numba_attn.paged_attention(q, pool, pool, [[2, 0, 1]], [3 * block_size])
-    assert len(cpu._attend_items(4, 32, 32).signatures) == 1
+    assert len(cpu._attend_items(4, 32, 32, 0, 0, 0, 0).signatures) == 1
+
+
+def test_what_moves_from_step_to_step_compiles_nothing():
+    """Windows, starts, sinks, scales by head, several queries: run-time values all."""
+    run(
+        COMPILED
+        + "pool, table = np.zeros((9, 5, 2, 32), 'u2'), np.arange(9).reshape(1, 9)\n"
+        + "for n in (1, 2, 5):\n"
+        + "    q = np.zeros((1, n, 8, 32), 'u2')\n"
+        + "    options = dict(sliding_window=n, sinks=np.zeros(8), k_scale=1 / n, causal=n > 1)\n"
+        + "    numba_attn.paged_attention(q, pool, pool, table, [40], seq_starts=[n], **options)\n"
+        + "assert compiled() == before, compiled()\n"
+        + "assert cpu._attend_items.cache_info().currsize == 1\n"
+    )
+
+
+def test_warmup_of_a_quantised_model_with_softcap():
+    run(
+        "import numba_attn, ml_dtypes, numpy as np\n"
+        "from numba_attn.kernels import cpu\n"
+        "numba_attn.warmup(8, 2, 32, dtype='float16', kv_dtype='int8', softcap=True)\n"
+        "q, pool = np.zeros((1, 8, 32), 'f2'), np.zeros((3, 5, 2, 32), 'i1')\n"
+        "options = dict(softcap=30.0, k_scale=0.1)\n"
+        "numba_attn.paged_attention(q, pool, pool, [[2, 0, 1]], [11], **options)\n"
+        "assert cpu._attend_items.cache_info().currsize == 1\n"
+        "assert cpu._finalize.cache_info().currsize == 1\n"
+    )
 
 
 @pytest.mark.parametrize(
