@@ -69,15 +69,17 @@ def carried(name: str, array: Array, formats: tuple[str, ...]) -> tuple[Array, s
     TypeError
         If `array` is no array, or has another format than those given.
     """
-    on_device = _device.is_device_array(array)
-    if not on_device and (
-        not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)
-    ):
+    if type(array) is np.ndarray:  # the usual case, told quickly
+        view = array
+    elif _device.is_device_array(array):
+        view = _device.as_device_array(array)
+    elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
+        view = np.asarray(array)
+    else:
         raise TypeError(
             f"{name}: expected a NumPy array or a CUDA array, got {type(array).__name__}; "
             "convert it with numpy.asarray"
         )
-    view = _device.as_device_array(array) if on_device else np.asarray(array)
     found = format_of(view.dtype)
     if found not in formats:
         bits = {"int16": ".view('uint16')", "uint8": ".view(ml_dtypes.float8_e4m3fn)"}
@@ -168,6 +170,8 @@ def _host_numbers(name: str, array: Any, expected: str) -> HostArray:
 def as_int32(array: Array) -> Array:
     """Return C-ordered int32; entries outside its range (unused ones: they are unread) wrap."""
     if not isinstance(array, np.ndarray):
+        return array
+    if array.dtype == np.int32 and array.flags.c_contiguous:
         return array
     return np.ascontiguousarray(array).astype(np.int32, copy=False)
 

@@ -149,9 +149,8 @@ def cut(tile: Tile, sliding_window: int = 0, causal: bool = True) -> Cut:
     >>> starts.tolist(), items[:, 2:4].tolist(), tokens
     ([0, 2], [[0, 512], [512, 513]], 513)
     """
-    arrays = tile[1:6]
-    key = tuple(None if array is None else array.tobytes() for array in arrays)
-    return _cut(key, tile.num_queries, sliding_window, causal)
+    key = [None if array is None else array.tobytes() for array in tile[1:6]]
+    return _cut(tuple(key), tile.num_queries, sliding_window, causal)
 
 
 @functools.lru_cache(maxsize=16)

@@ -44,7 +44,7 @@ def given_arrays(**arguments: Any) -> dict[str, Any]:
     return {
         name: x
         for name, x in arguments.items()
-        if (x.shape != () if hasattr(x, "shape") else hasattr(x, "__len__"))
+        if x is not None and (x.shape != () if hasattr(x, "shape") else hasattr(x, "__len__"))
     }
 
 
@@ -83,11 +83,16 @@ def absorb(state: AttentionState, inputs: Inputs, tile: Tile, options: Options) 
     if state.o.size == 0:
         return
     kind = state.device
+    tables = _arrays.as_int32(tile.tables)
+    if tables is not tile.tables:
+        tile = tile._replace(tables=tables)
+    if kind == "cpu" and isinstance(inputs.q, np.ndarray):  # and so is all the rest
+        _device.backend(kind).step_tile(state, *inputs[:3], inputs.formats, tile, options)
+        return
 
     def bring(array: Any) -> Any:
         return array if array is None else _arrays.bring(kind, array)
 
-    tile = tile._replace(tables=_arrays.as_int32(tile.tables))
     _device.backend(kind).step_tile(
         state,
         *(bring(x) for x in inputs[:3]),

@@ -38,7 +38,8 @@ def axes(name: str, array: Array, letters: str, *counts: int) -> None:
 def rows(name: str, array: Array, letters: str, *counts: int) -> None:
     """Check the number of axes, that the last one is contiguous, and alignment."""
     axes(name, array, letters, *counts)
-    strided = 0 not in array.shape and array.shape[-1] > 1  # else strides mean nothing
+    shape = tuple(array.shape)  # that of a simulated device's array has no [-1]
+    strided = 0 not in shape and shape[-1] > 1  # else strides mean nothing
     if strided and array.strides[-1] != array.dtype.itemsize:
         raise ValueError(
             f"{name}: the last axis of {letters} must be contiguous (stride {array.dtype.itemsize} "
@@ -100,17 +101,8 @@ def attention_sizes(
             "passed as a transposed view"
         )
     head_ratio("q", num_q_heads, num_kv_heads)
-    return Sizes(
-        num_seqs=num_seqs,
-        num_rows=num_rows,
-        num_queries=num_queries,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_pool.shape[3],
-        num_blocks=num_blocks,
-        block_size=block_size,
-    )
+    batch, heads = (num_seqs, num_rows, num_queries), (num_q_heads, num_kv_heads)
+    return Sizes(*batch, *heads, head_dim, v_pool.shape[3], num_blocks, block_size)
 
 
 def _ragged(query_starts: Array, num_rows: int) -> int:
@@ -157,7 +149,10 @@ def _table(name: str, array: Array, num_seqs: int, columns: str) -> None:
 
 
 def _outside(values: HostArray, end: HostArray | int) -> HostArray:
-    """Tell which integers are not in 0..end, exclusive; as uint64, negative ones are large."""
+    """Tell which integers are not in 0..end, exclusive; unsigned, negative ones are large."""
+    if values.dtype == np.int32 and isinstance(end, int):  # the usual case, told quickly
+        small: HostArray = values.view(np.uint32) >= end
+        return small
     outside: HostArray = values.astype(np.int64).view(np.uint64) >= end
     return outside
 
@@ -253,7 +248,7 @@ def tile(
 def positive_sizes(**named: Any) -> list[int]:
     """Check named sizes, of which those of the batch may be 0; return them as ints."""
     for name, size in named.items():
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        if type(size) is not int and not _is_integer(size):
             raise TypeError(f"{name}: expected an integer, got {type(size).__name__}; pass an int")
         least = 0 if name in ("num_seqs", "num_queries") else 1
         if size < least:
@@ -261,6 +256,10 @@ def positive_sizes(**named: Any) -> list[int]:
                 f"{name}: must be at least {least}, got {size}; pass the size of q's or v's axis"
             )
     return [int(size) for size in named.values()]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def flag(name: str, value: Any) -> None:

@@ -5,14 +5,16 @@ import pytest
 from _process import run
 
 import numba_attn
+from numba_attn._call import Formats
 from numba_attn.kernels import cpu
 
 COMPILED = """
 import numba_attn, numpy as np
 from numba_attn.kernels import cpu
+from numba_attn._call import Formats
 
 def compiled():
-    attend_items = cpu._attend_items(4, 32, 32, 0, 0, 0, 0)
+    attend_items = cpu._attend_items(4, 32, 32, Formats(), 0)
     kernels = [attend_items, cpu._merge_splits, cpu._finalize("bfloat16")]
     return [len(kernel.signatures) for kernel in kernels]
 
@@ -53,7 +55,7 @@ def test_one_kernel_serves_all_block_sizes():
     for block_size in (1, 3, 16, 100):
         q, pool = np.zeros((1, 8, 32), "u2"), np.zeros((3, block_size, 2, 32), "u2")
         numba_attn.paged_attention(q, pool, pool, [[2, 0, 1]], [3 * block_size])
-    assert len(cpu._attend_items(4, 32, 32, 0, 0, 0, 0).signatures) == 1
+    assert len(cpu._attend_items(4, 32, 32, Formats(), 0).signatures) == 1
 
 
 def test_what_moves_from_step_to_step_compiles_nothing():

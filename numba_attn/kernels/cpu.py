@@ -43,9 +43,9 @@ def step_tile(state, q, k_pool, v_pool, formats, tile, options):
         return
     block_size, num_kv_heads, head_dim = k_pool.shape[1:]
     v_head_dim = v_pool.shape[3]
-    queries = q.reshape(-1, *q.shape[-2:])
+    queries = q if q.ndim == 3 else q.reshape(-1, *q.shape[-2:])
     gqa = queries.shape[1] // num_kv_heads
-    attend_items = _attend_items(gqa, head_dim, v_head_dim, *_variant(formats, options))
+    attend_items = _attend_items(gqa, head_dim, v_head_dim, formats, _used(options))
     partials = _take_partials((len(items), queries.shape[1], v_head_dim))
     args = (
         np.zeros(1, np.int64),
@@ -79,10 +79,15 @@ def finalize(state, sinks, out, lse, dtype):
     """Write o / l as `dtype` [rows, Hq, Dv] and the log-sum-exp [rows, Hq], sinks included."""
     bits = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
     if sinks is None:
-        sinks = np.full(state.m.shape[1], recurrence.NEG_INF)
+        sinks = _no_sinks(state.m.shape[1])
     _finalize(dtype)(state.m, state.l, state.o, sinks, bits.reshape(state.o.shape), lse)
     if bits is not out:
         out[...] = bits
+
+
+@functools.lru_cache(maxsize=16)
+def _no_sinks(num_q_heads):
+    return np.full(num_q_heads, recurrence.NEG_INF)
 
 
 class _Partials(NamedTuple):
@@ -114,51 +119,68 @@ def _locate(array):
     return (array.__array_interface__["data"][0], *array.strides[:-1])
 
 
-def _variant(formats, options):
-    """Return what else than the head sizes a kernel is compiled for: formats and options."""
+def _locate_all(array):
+    """Return (address, byte strides of all axes)."""
+    return (array.__array_interface__["data"][0], *array.strides)
+
+
+def _used(options):
+    """Return which options of `logits.absorb` a call uses, as bits."""
     used = logits.CAPPED * (options.softcap > 0) + logits.SCALED * options.token_scales()
-    used += logits.BIASED * (options.alibi_slopes is not None)
-    return *map(number, formats), used
+    return used + logits.BIASED * (options.alibi_slopes is not None)
 
 
 class _Factors(NamedTuple):
     """What scales and shapes logits and values."""
 
-    k: np.ndarray  # float32 [Hkv], of a product q . k
-    v: np.ndarray  # float32 [Hkv], of a partial o
+    heads: np.ndarray  # float32 [Hkv, 2], of a product q . k, of a partial o
     k_tokens: tuple[int, ...]  # address and strides of float32 [N, B, Hkv], or zeros
     v_tokens: tuple[int, ...]
-    softcap: np.float32
-    slopes: np.ndarray  # float32 [Hkv, lanes], by lane of m
+    softcap: float
+    slopes: np.ndarray  # float32 [Hkv, lanes], by lane of m; [Hkv, 0] without
 
 
 def _factors(options, formats, gqa, shape):
     """Prepare the factors of a call for pools of shape [N, B, Hkv]."""
     num_kv_heads = shape[2]
+    if options.k_scale is options.v_scale is options.alibi_slopes is None:
+        return _same_factors(options.scale, options.softcap, formats, num_kv_heads)
     by_token = options.token_scales()
-    heads, tokens = [], []
-    for scale, name, common in (
-        (options.k_scale, formats.k, options.scale),
-        (options.v_scale, formats.v, 1.0),
+    heads, tokens = np.empty((num_kv_heads, 2), np.float32), []
+    for which, (scale, common) in enumerate(
+        zip((options.k_scale, options.v_scale), _common(options.scale, formats), strict=True)
     ):
         scale = recurrence.ONE if scale is None else scale
-        common *= FORMATS[number(name)].factor
-        heads.append(np.empty(num_kv_heads, np.float32))
-        heads[-1][:] = common if by_token else scale * common
+        heads[:, which] = common if by_token else scale * common
         every = np.broadcast_to(scale, shape) if by_token else None
-        tokens.append((every.ctypes.data, *every.strides) if by_token else (0, 0, 0, 0))
-    slopes = np.zeros((num_kv_heads, logits.head_tiles(gqa) * LANES), np.float32)
+        tokens.append(_locate_all(every) if by_token else (0, 0, 0, 0))
+    slopes = np.empty((num_kv_heads, 0), np.float32)
     if options.alibi_slopes is not None:
-        slopes[:] = options.alibi_slopes.reshape(num_kv_heads, gqa)[:, logits.head_of_lanes(gqa)]
-    return _Factors(*heads, *tokens, np.float32(options.softcap), slopes)
+        by_head = options.alibi_slopes.reshape(num_kv_heads, gqa)
+        slopes = np.ascontiguousarray(by_head[:, logits.head_of_lanes(gqa)])
+    return _Factors(heads, *tokens, options.softcap, slopes)
+
+
+def _common(scale, formats):
+    """Return the factors of all keys and of all values."""
+    return scale * FORMATS[number(formats.k)].factor, FORMATS[number(formats.v)].factor
+
+
+@functools.lru_cache(maxsize=16)
+def _same_factors(scale, softcap, formats, num_kv_heads):
+    """Return the factors where all tokens and heads have the same."""
+    heads = np.full((num_kv_heads, 2), _common(scale, formats), np.float32)
+    zeros = (0, 0, 0, 0)
+    return _Factors(heads, zeros, zeros, softcap, np.empty((num_kv_heads, 0), np.float32))
 
 
 @functools.cache
-def _attend_items(gqa, head_dim, v_head_dim, q_format, k_format, v_format, options):
+def _attend_items(gqa, head_dim, v_head_dim, formats, options):
     """Return the kernel that takes items from the counter and writes their partial states.
 
     One is compiled per set of arguments; everything else is a run-time value.
     """
+    q_format, k_format, v_format = map(number, formats)
     width, v_width = rows.padded(head_dim), rows.padded(v_head_dim)
     tile_tokens, lanes = logits.tile_tokens(gqa), logits.head_tiles(gqa) * LANES
     logits_size = logits.logits_size(gqa)
@@ -198,7 +220,7 @@ def _attend_items(gqa, head_dim, v_head_dim, q_format, k_format, v_format, optio
                 )
             tame = pair_dot
             for kv in range(num_kv_heads):
-                if factors.k[kv] > PAIR_DOT_SCALE:
+                if factors.heads[kv, 0] > PAIR_DOT_SCALE:
                     tame = 0
                 for g in range(gqa):
                     row = q[0] + items[item, 0] * q[1] + (kv * gqa + g) * q[2]
@@ -243,8 +265,8 @@ def _attend_items(gqa, head_dim, v_head_dim, q_format, k_format, v_format, optio
                         _at(maxima, kv),
                         _at(sums, kv),
                         _at(rescale, kv),
-                        factors.k[kv],
-                        factors.softcap,
+                        factors.heads[kv, 0],
+                        np.float32(factors.softcap),
                         _at(factors.slopes, kv),
                         distance,
                         _at(token_scales, kv),
@@ -265,7 +287,7 @@ def _attend_items(gqa, head_dim, v_head_dim, q_format, k_format, v_format, optio
                 logits.store_state(_at(maxima, kv), _at(sums, kv), to_m, to_l, gqa)
                 for g in range(gqa):
                     row, to = _at(values, kv) + 4 * v_width * g, o[part, h + g].ctypes.data
-                    rows.natural_order(row, factors.v[kv], to, v_head_dim, v_format)
+                    rows.natural_order(row, factors.heads[kv, 1], to, v_head_dim, v_format)
 
     return attend_items
 
