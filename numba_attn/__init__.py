@@ -9,12 +9,14 @@ from ._device import available_devices
 from ._threads import get_num_threads, set_num_threads
 from ._warmup import warmup
 from .api import finalize, merge, paged_attention, step_tile
+from .append import append_kv
 from .state import AttentionState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionState",
+    "append_kv",
     "available_devices",
     "finalize",
     "get_num_threads",

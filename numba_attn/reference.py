@@ -26,7 +26,7 @@ import numpy.typing as npt
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-__all__ = ["AttentionState", "finalize", "merge", "paged_attention", "step_tile"]
+__all__ = ["AttentionState", "append_kv", "finalize", "merge", "paged_attention", "step_tile"]
 
 
 class AttentionState:
@@ -295,3 +295,58 @@ def _absorb(
                     continue
                 p = np.exp(logits - m)
                 state.m[row, h], state.l[row, h], state.o[row, h] = m, p.sum(), p @ v[:, kv]
+
+
+def append_kv(
+    k: npt.NDArray[Any],
+    v: npt.NDArray[Any] | None,
+    k_pool: npt.NDArray[Any],
+    v_pool: npt.NDArray[Any] | None,
+    slot_mapping: Any,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    compute_scales: bool = False,
+) -> None:
+    """Write tokens into the pools, in float32 as the package; see `numba_attn.append_kv`."""
+    for tokens, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
+        if tokens is None or pool is None:
+            continue
+        for row, slot in zip(tokens, slot_mapping, strict=True):
+            if slot == -1:
+                continue
+            where = divmod(int(slot), pool.shape[1])
+            if scale is None:
+                pool[where] = row if row.dtype == pool.dtype else _stored(row, pool.dtype)
+                continue
+            if compute_scales:
+                scale[where] = _token_scale(row, pool.dtype)
+            factor = np.asarray(scale, np.float32)
+            factor = factor[where] if factor.ndim == 3 else factor
+            with np.errstate(over="ignore", invalid="ignore"):
+                scaled = _float64(row).astype(np.float32) / factor[..., None]
+            pool[where] = _stored(scaled, pool.dtype)
+
+
+def _most(dtype: np.dtype[Any]) -> float:
+    """Return the largest number of a dtype of 8 bits; of the others, inf."""
+    return {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype.name, np.inf)
+
+
+def _token_scale(row: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[np.float32]:
+    """Return the scale of each head of a row [Hkv, D]: a normal, finite float32."""
+    limits = np.finfo(np.float32)
+    largest = np.nan_to_num(np.abs(_float64(row)), posinf=float(limits.max)).max(-1)
+    scale = largest.astype(np.float32) / np.float32(_most(dtype))
+    return np.where(largest == 0, np.float32(1), np.maximum(scale, limits.tiny))
+
+
+def _stored(x: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Round to nearest even into a dtype; those of 8 bits saturate."""
+    x = _float64(x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype == np.uint16:
+            return x.astype(_bfloat16()).view(np.uint16)
+        if dtype == np.int8:
+            return np.rint(np.clip(np.nan_to_num(x), -128, 127)).astype(dtype)
+        return np.clip(x, -_most(dtype), _most(dtype)).astype(dtype)

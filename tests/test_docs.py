@@ -33,6 +33,9 @@ SIGNATURES = {
     ),
     "merge": "(state, other)",
     "finalize": "(state, *, sinks=None, dtype='bfloat16', return_lse=False, out=None)",
+    "append_kv": (
+        "(k, v, k_pool, v_pool, slot_mapping, *, k_scale=None, v_scale=None, compute_scales=False)"
+    ),
     "available_devices": "()",
     "get_num_threads": "()",
     "set_num_threads": "(num_threads)",
@@ -98,7 +101,7 @@ def test_signature(name):
     assert signature(find(name)) == SIGNATURES[name]
 
 
-@pytest.mark.parametrize("name", ["paged_attention", "step_tile", "merge", "finalize"])
+@pytest.mark.parametrize("name", ["append_kv", "paged_attention", "step_tile", "merge", "finalize"])
 def test_the_reference_has_the_same_signature(name):
     assert signature(find(name, reference)) == SIGNATURES[name].replace(", device='auto'", "")
 
@@ -112,5 +115,5 @@ def test_the_reference_state_has_the_same_names():
 
 
 def test_in_place_functions_return_none():
-    for name in ("step_tile", "merge", "AttentionState.reset", "set_num_threads"):
+    for name in ("append_kv", "step_tile", "merge", "AttentionState.reset", "set_num_threads"):
         assert inspect.signature(find(name)).return_annotation == "None"

@@ -14,7 +14,8 @@ Here are its scalar pieces; the twins bring the loops over heads and columns:
 and where one side is empty the other is copied, bit for bit. A sink is one more logit with value 0:
 merging with ``(sink, 1, 0)``, at the very end.
 
-Below are the roundings from float32, each to nearest even, by which outputs and pools are written.
+Below are the roundings from float32, each to nearest even, by which outputs and pools are written,
+and the scale of a token whose numbers are stored in 8 bits.
 """
 
 import math
@@ -26,6 +27,7 @@ from ._jit import shared
 NEG_INF = np.float32(-np.inf)
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
+FLOAT32_MAX, FLOAT32_NORMAL = np.finfo(np.float32).max, np.finfo(np.float32).tiny
 INT8_MIN, INT8_MAX = np.float32(-128.0), np.float32(127.0)
 WHOLE = np.float32(1.5 * 2.0**23)  # added to a small number, it leaves no place for a fraction
 
@@ -120,6 +122,24 @@ def round_to_int8(x):
     elif bounded > INT8_MAX:
         bounded = INT8_MAX
     return np.int8((bounded + WHOLE) - WHOLE)
+
+
+@shared
+def token_scale(largest, most):
+    """Return the scale that brings numbers of magnitude `largest` to `most`; 1 if all are 0.
+
+    It is a normal, finite float32, so that dividing by it turns no finite number into inf or NaN.
+    """
+    if largest == ZERO:
+        return ONE
+    scale = min(np.float32(largest), FLOAT32_MAX) / np.float32(most)
+    return max(scale, FLOAT32_NORMAL)
+
+
+@shared
+def scaled_down(x, scale):
+    """Return x / scale in float32."""
+    return np.float32(x) / np.float32(scale)
 
 
 @shared
