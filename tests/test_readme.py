@@ -34,13 +34,44 @@ def test_the_snippets_run_and_agree(names):
     exact, lse = names["numba_attn"].reference.paged_attention(
         q, k_pool, v_pool, names["block_tables"], names["seq_lens"], return_lse=True
     )
-    for name in ("tiled", "merged"):
+    for name in ("tiled", "merged", "both"):
         np.testing.assert_allclose(as_float(names[name]), as_float(exact), rtol=0.01, atol=1e-3)
     np.testing.assert_allclose(names["lse"], lse, rtol=1e-6)
-    # the last snippet is the contiguous cache
+    np.testing.assert_allclose(names["both_lse"] * np.log(2), lse, rtol=1e-6)
+    # `out` is at the end that of the contiguous cache
     np.testing.assert_allclose(
         as_float(names["out"]), as_float(names["exact"]), rtol=0.01, atol=1e-3
     )
+
+
+def test_the_snippets_of_options_agree_with_the_reference(names):
+    reference = names["numba_attn"].reference
+    inputs = [names[name] for name in ("k_pool", "v_pool", "block_tables", "seq_lens")]
+    options = {"sliding_window": 128, "sinks": names["sinks"], "softcap": 50.0}
+    exact = {
+        "windowed": reference.paged_attention(names["q"], *inputs, **options),
+        "verified": reference.paged_attention(names["drafts"], *inputs),
+        "sparse": reference.paged_attention(
+            names["q"],
+            *(names[name] for name in ("k_rows", "v_rows", "picked")),
+            [200, 150],
+            **names["row_scales"],
+        ),
+    }
+    for name, expected in exact.items():
+        assert names[name].dtype == expected.dtype
+        np.testing.assert_allclose(
+            as_float(names[name]), as_float(expected), rtol=0.01, atol=2e-3, err_msg=name
+        )
+
+
+def test_appended_int8_is_close_to_what_was_given(names):
+    stored = (
+        names["k_rows"][names["slots"], 0]
+        * names["k_scale"].reshape(-1, 8)[names["slots"], :, None]
+    )
+    given = as_float(names["keys"])
+    assert np.abs(stored - given).max() <= np.abs(given).max() / 127
 
 
 def test_the_example_takes_about_15_lines():
@@ -51,7 +82,7 @@ def test_the_example_takes_about_15_lines():
 
 def test_every_fence_is_known():
     assert set(re.findall(r"^```(\w+)$", README, re.MULTILINE)) == {"python", "sh"}
-    assert len(fenced("python")) == 3
+    assert len(fenced("python")) == 8
 
 
 def test_the_two_commands():
