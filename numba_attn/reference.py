@@ -46,6 +46,25 @@ class AttentionState:
         rows = math.prod(q.shape[:-2])
         return cls(q.shape[0], q.shape[-2], v_pool.shape[3], num_queries=rows)
 
+    @classmethod
+    def from_partial(
+        cls, out: npt.NDArray[Any], lse: npt.NDArray[Any], *, base: str = "e"
+    ) -> AttentionState:
+        """Make a state of another kernel's result; an lse of -inf or +inf is an empty row."""
+        natural = _float64(lse) * np.log({"e": np.e, "2": 2.0}[base])
+        natural = natural.reshape(-1, out.shape[-2])
+        empty = np.isinf(natural)
+        state = cls(len(natural), out.shape[-2], out.shape[-1])
+        state.m[:] = np.where(empty, -np.inf, natural)
+        state.l[:] = np.where(empty, 0, np.where(np.isnan(natural), np.nan, 1))
+        state.o[:] = np.where(empty[..., None], 0, _float64(out).reshape(state.o.shape))
+        return state
+
+    def to_partial(self, *, base: str = "e") -> tuple[Float64Array, Float64Array]:
+        """Return o / l and the log-sum-exp in a base, both in float64."""
+        out, lse = finalize(self, dtype=np.float64, return_lse=True)
+        return out, lse / np.log({"e": np.e, "2": 2.0}[base])
+
     def reset(self) -> None:
         """Return to the identity, in place."""
         self.m[:], self.l[:], self.o[:] = -np.inf, 0, 0

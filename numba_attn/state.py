@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _device, _validate
+from . import _arrays, _device, _partials, _validate
 from ._types import Array, HostArray
 
 
@@ -116,6 +116,86 @@ class AttentionState:
         home = _device.home(q=q, v_pool=v_pool)
         rows = math.prod(q.shape[:-2])
         return cls(q.shape[0], tuple(q.shape)[-2], v_pool.shape[3], num_queries=rows, device=home)
+
+    @classmethod
+    def from_partial(cls, out: Array, lse: Array, *, base: str = "e") -> AttentionState:
+        """Make a state of the partial result of another kernel, to `merge` it with others.
+
+        Parameters
+        ----------
+        out : float [num_queries, Hq, Dv] or [S, Q, Hq, Dv]
+            Normalised output over some of the keys, in any float dtype; uint16 is taken as bfloat16
+            bits.
+        lse : float [num_queries, Hq] or [S, Q, Hq]
+            Log-sum-exp of the logits of these keys, without a sink. Where it is -inf or +inf no key
+            has been seen, and `out` is ignored.
+        base : {"e", "2"}
+            Base of the logarithm: "e" for FlashAttention and vLLM, "2" for FlashInfer.
+
+        Returns
+        -------
+        AttentionState
+            On the device of the arrays, which are copied.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For other shapes, dtypes and bases.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from numba_attn import AttentionState, finalize, merge
+        >>> out = np.array([[[1.0, 2.0]]], np.float32)
+        >>> state = AttentionState.from_partial(out, np.array([[3.0]]), base="2")
+        >>> merge(state, AttentionState.from_partial(-out, np.array([[1.0]]), base="2"))
+        >>> print(finalize(state, dtype=np.float32).round(3))  # weights 8 and 2
+        [[[0.6 1.2]]]
+        """
+        home = _device.home(out=out, lse=lse)
+        parts = _partials.to_parts(out, lse, base)
+        state = cls(*parts.o.shape, device=home)
+        _arrays.overwrite(state.buffer, np.concatenate([part.ravel() for part in parts]))
+        return state
+
+    def to_partial(self, *, base: str = "e") -> tuple[Array, Array]:
+        """Return the result so far, for another kernel to merge; the state is left as it is.
+
+        Parameters
+        ----------
+        base : {"e", "2"}
+            Base of the logarithm: "e" for FlashAttention and vLLM, "2" for FlashInfer.
+
+        Returns
+        -------
+        out : float32 [num_queries, Hq, Dv]
+            ``o / l``; 0 where no key has been seen.
+        lse : float32 [num_queries, Hq]
+            Log-sum-exp of the logits, without any sink; -inf where no key has been seen.
+
+        Raises
+        ------
+        ValueError
+            For another base.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from numba_attn import AttentionState
+        >>> state = AttentionState(1, 1, 2)
+        >>> state.m[:], state.l[:], state.o[:] = 0.0, 8.0, 4.0
+        >>> out, lse = state.to_partial(base="2")
+        >>> out.tolist(), lse.tolist()
+        ([[[0.5, 0.5]]], [[3.0]])
+        """
+        _partials.log_of(base)
+        out = _arrays.empty(self.device, tuple(self.o.shape), np.float32)
+        lse = _arrays.empty(self.device, tuple(self.m.shape), np.float32)
+        if self.o.size:
+            _device.backend(self.device).finalize(self, None, out, lse, "float32")
+        if base != "e":
+            lse = _arrays.bring(self.device, _partials.in_base(_arrays.to_host(lse), base))
+        return out, lse
 
     def reset(self) -> None:
         """Return to the identity ``(-inf, 0, 0)``, in place."""

@@ -11,7 +11,9 @@ import numba_attn
 from numba_attn import AttentionState, reference
 
 FUNCTIONS = [name for name in numba_attn.__all__ if inspect.isroutine(getattr(numba_attn, name))]
-METHODS = [f"AttentionState.{name}" for name in ("like", "reset", "lse")]
+METHODS = [
+    f"AttentionState.{name}" for name in ("like", "from_partial", "to_partial", "reset", "lse")
+]
 PUBLIC = [*FUNCTIONS, "AttentionState"]
 
 # DESIGN: the fixed names of the public API
@@ -24,7 +26,9 @@ SIGNATURES = {
     ),
     "AttentionState": "(num_seqs, num_q_heads, head_dim, *, num_queries=None, device='cpu')",
     "AttentionState.like": "(q, v_pool)",
+    "AttentionState.from_partial": "(out, lse, *, base='e')",
     "AttentionState.reset": "(self)",
+    "AttentionState.to_partial": "(self, *, base='e')",
     "step_tile": (
         "(state, q, k_pool, v_pool, tile_blocks, tile_block_counts, *, tile_token_counts=None, "
         "tile_starts=None, seq_lens=None, seq_starts=None, query_start_loc=None, causal=True, "
@@ -111,6 +115,8 @@ def test_the_reference_state_has_the_same_names():
     state = AttentionState(2, 4, 8)
     for name in ("m", "l", "o", "lse"):
         assert getattr(host, name).shape == getattr(state, name).shape
+    for name in ("from_partial", "to_partial"):
+        assert signature(getattr(type(host), name)) == SIGNATURES[f"AttentionState.{name}"]
     assert signature(type(host)) == SIGNATURES["AttentionState"].replace(", device='cpu'", "")
 
 
