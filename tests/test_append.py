@@ -1,5 +1,8 @@
 """append_kv: new tokens into a pool, in place."""
 
+import ast
+import pathlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from _appending import (
 )
 from _backends import get
 from _bound import assert_same_bits
-from _cases import attend, draw, place
+from _cases import BFLOAT16, attend, draw, place
 
 import numba_attn
 from numba_attn import _arrays
@@ -350,3 +353,44 @@ def test_append_then_attend_equals_attending_over_a_pool_built_at_once(twin, tar
         for k, v in ((k_pool, v_pool), (grown["k_pool"], grown["v_pool"]))
     ]
     assert_same_bits(*zip(*answers, strict=True))
+
+
+@pytest.mark.parametrize("target", QUANTISED)
+def test_attending_over_a_quantised_cache(twin, target):
+    """Computed scales go on to `paged_attention` as they are; an error is that of 3 to 8 bits."""
+    seqs = draw(twin.size((37, 16), (18,)), gqa=2, num_kv_heads=1, head_dim=20, v_head_dim=24)
+    exact = place(seqs, 4, fill=0)
+    k, v = (pool.reshape(-1, *pool.shape[2:]).copy() for pool in exact[:2])
+    k[:5] *= BFLOAT16.type(2.0**-6)  # tokens need scales of their own
+    room = np.zeros((2, *exact.k_pool.shape[:3]), np.float32)
+    pools = {
+        "k_pool": np.zeros(exact.k_pool.shape, dtype_of(target)),
+        "v_pool": np.zeros(exact.v_pool.shape, dtype_of(target)),
+        "k_scale": room[0],
+        "v_scale": room[1],
+    }
+    held = append(twin, k=k, v=v, slot_mapping=np.arange(len(k)), compute_scales=True, **pools)
+    scales = {name: held.pop(name) for name in ("k_scale", "v_scale")}
+    quantised = exact._replace(**held)
+    answer = attend(twin, seqs, quantised, **scales)
+    oracle = attend(REFERENCE, seqs, quantised, **scales)
+    np.testing.assert_allclose(
+        *(x.out.astype(np.float32) for x in (answer, oracle)), rtol=2**-7, atol=1e-3
+    )
+    plain = attend(REFERENCE, seqs, exact._replace(k_pool=k.reshape(exact.k_pool.shape)))
+    coarse = {"int8": 0.02, "float8_e4m3fn": 0.1, "float8_e5m2": 0.2}[target]
+    error = abs(answer.out.astype(np.float32) - plain.out.astype(np.float32)).max()
+    assert error < coarse * abs(plain.out.astype(np.float32)).max()
+
+
+def test_the_twins_have_the_same_host_function():
+    folder = pathlib.Path(numba_attn.__file__).parent / "kernels"
+    for_cpu, for_cuda = (
+        next(
+            ast.unparse(node.args)
+            for node in ast.parse((folder / f"append_{name}.py").read_text()).body
+            if isinstance(node, ast.FunctionDef) and node.name == "append"
+        )
+        for name in ("cpu", "cuda")
+    )
+    assert for_cpu == for_cuda
