@@ -40,7 +40,7 @@ ALONE = {
         "v_scale": INT8_SCALE,
     },
     "float16": {"dtypes": "float16"},
-    "value dim": {"head_dim": 20, "v_head_dim": 12, "gqa": 3},
+    "value dim": {"head_dim": 40, "v_head_dim": 24, "gqa": 2 if TINY else 16},
 }
 PAIRS = (
     ("window", "sinks"),
@@ -89,8 +89,8 @@ COMPILED = (
         "dtypes": ("float32", "float8_e5m2", "float16"),
         "head_dim": 20,
         "v_head_dim": 12,
-        "gqa": 3,
-        "alibi_slopes": (0.3, 0.02, 0.1),
+        "gqa": 3 if TINY else 9,
+        "alibi_slopes": 2.0 ** -np.arange(1, 10),
     },
     {
         "dtypes": ("float16", "int8", "float8_e4m3fn"),
