@@ -13,9 +13,10 @@ import numpy as np
 
 from .. import _plan, _threads
 from . import logits, recurrence, rows, simd
-from ._formats import BFLOAT16, FORMATS, has_pairs, number
+from ._formats import BFLOAT16, has_pairs, number
 from ._jit import kernel, shared
 from ._vector import LANES, has_pair_dot
+from .scaling import locate, options_used, scaling_of
 
 GROUP = _plan.GROUP_TOKENS
 SPLIT = _plan.SPLIT_TOKENS
@@ -45,14 +46,14 @@ def step_tile(state, q, k_pool, v_pool, formats, tile, options):
     v_head_dim = v_pool.shape[3]
     queries = q if q.ndim == 3 else q.reshape(-1, *q.shape[-2:])
     gqa = queries.shape[1] // num_kv_heads
-    attend_items = _attend_items(gqa, head_dim, v_head_dim, formats, _used(options))
+    attend_items = _attend_items(gqa, head_dim, v_head_dim, formats, options_used(options))
     partials = _take_partials((len(items), queries.shape[1], v_head_dim))
     args = (
         np.zeros(1, np.int64),
         items,
-        *(_locate(array) for array in (queries, k_pool, v_pool, tile.tables)),
+        *(locate(array) for array in (queries, k_pool, v_pool, tile.tables)),
         (block_size, num_kv_heads),
-        _factors(options, formats, gqa, k_pool.shape[:3]),
+        scaling_of(options, formats, gqa, k_pool.shape[:3]),
         *partials,
     )
     token_bytes = num_kv_heads * (head_dim * k_pool.itemsize + v_head_dim * v_pool.itemsize)
@@ -114,64 +115,18 @@ def _take_partials(shape):
     return _Partials(m, l, np.empty(shape, np.float32))
 
 
-def _locate(array):
-    """Return (address, byte strides of all axes but the last)."""
-    return (array.__array_interface__["data"][0], *array.strides[:-1])
+class _Scratch(NamedTuple):
+    """A thread's working memory for one item: a row for each kv head, in the order of `logits`."""
 
-
-def _locate_all(array):
-    """Return (address, byte strides of all axes)."""
-    return (array.__array_interface__["data"][0], *array.strides)
-
-
-def _used(options):
-    """Return which options of `logits.absorb` a call uses, as bits."""
-    used = logits.CAPPED * (options.softcap > 0) + logits.SCALED * options.token_scales()
-    return used + logits.BIASED * (options.alibi_slopes is not None)
-
-
-class _Factors(NamedTuple):
-    """What scales and shapes logits and values."""
-
-    heads: np.ndarray  # float32 [Hkv, 2], of a product q . k, of a partial o
-    k_tokens: tuple[int, ...]  # address and strides of float32 [N, B, Hkv], or zeros
-    v_tokens: tuple[int, ...]
-    softcap: float
-    slopes: np.ndarray  # float32 [Hkv, lanes], by lane of m; [Hkv, 0] without
-
-
-def _factors(options, formats, gqa, shape):
-    """Prepare the factors of a call for pools of shape [N, B, Hkv]."""
-    num_kv_heads = shape[2]
-    if options.k_scale is options.v_scale is options.alibi_slopes is None:
-        return _same_factors(options.scale, options.softcap, formats, num_kv_heads)
-    by_token = options.token_scales()
-    heads, tokens = np.empty((num_kv_heads, 2), np.float32), []
-    for which, (scale, common) in enumerate(
-        zip((options.k_scale, options.v_scale), _common(options.scale, formats), strict=True)
-    ):
-        scale = recurrence.ONE if scale is None else scale
-        heads[:, which] = common if by_token else scale * common
-        every = np.broadcast_to(scale, shape) if by_token else None
-        tokens.append(_locate_all(every) if by_token else (0, 0, 0, 0))
-    slopes = np.empty((num_kv_heads, 0), np.float32)
-    if options.alibi_slopes is not None:
-        by_head = options.alibi_slopes.reshape(num_kv_heads, gqa)
-        slopes = np.ascontiguousarray(by_head[:, logits.head_of_lanes(gqa)])
-    return _Factors(heads, *tokens, options.softcap, slopes)
-
-
-def _common(scale, formats):
-    """Return the factors of all keys and of all values."""
-    return scale * FORMATS[number(formats.k)].factor, FORMATS[number(formats.v)].factor
-
-
-@functools.lru_cache(maxsize=16)
-def _same_factors(scale, softcap, formats, num_kv_heads):
-    """Return the factors where all tokens and heads have the same."""
-    heads = np.full((num_kv_heads, 2), _common(scale, formats), np.float32)
-    zeros = (0, 0, 0, 0)
-    return _Factors(heads, zeros, zeros, softcap, np.empty((num_kv_heads, 0), np.float32))
+    queries: np.ndarray  # q, widened
+    packed: np.ndarray  # q as pairs of bfloat16, for the pair dot product
+    weights: np.ndarray  # of a group: logits, then p
+    maxima: np.ndarray  # m
+    sums: np.ndarray  # l
+    values: np.ndarray  # o
+    rescale: np.ndarray  # of a group: the factor of o
+    ones: np.ndarray  # that factor for the rest of the group
+    token_scales: np.ndarray  # of a group: 16 of K, 16 of V
 
 
 @functools.cache
@@ -184,110 +139,71 @@ def _attend_items(gqa, head_dim, v_head_dim, formats, options):
     width, v_width = rows.padded(head_dim), rows.padded(v_head_dim)
     tile_tokens, lanes = logits.tile_tokens(gqa), logits.head_tiles(gqa) * LANES
     logits_size = logits.logits_size(gqa)
-    pair_dot = int(has_pair_dot() and q_format == BFLOAT16 and has_pairs(k_format))
     scaled = int(options & logits.SCALED > 0)
+    pairs = has_pair_dot() and q_format == BFLOAT16 and has_pairs(k_format)
+    # What a token's own scale may magnify must not have been counted as 0.
+    pair_dot = int(pairs and not (scaled and k_format == BFLOAT16))
     # Tokens per load and store of o: few keep the reads in address order, many save arithmetic,
     # which is the limit from 5 heads on.
     strip = 8 if gqa <= 4 else GROUP
 
     @kernel
-    def attend_items(counter, items, q, k_pool, v_pool, tables, sizes, factors, m, l, o):
+    def attend_items(counter, items, q, k_pool, v_pool, tables, sizes, scaling, m, l, o):
         block_size, num_kv_heads = sizes
         addresses = np.empty(2 * SPLIT + 2 * GROUP, np.int64)
         scale_addresses = np.empty((2 * SPLIT + 2 * GROUP) * scaled, np.int64)
-        token_scales = _aligned(num_kv_heads, 2 * GROUP * scaled)
-        queries = _aligned(num_kv_heads, gqa * width)
-        packed = _aligned(num_kv_heads, gqa * width // 2 * pair_dot)  # q again, as bfloat16
-        weights = _aligned(num_kv_heads, logits_size)  # logits, then p
-        maxima = _aligned(num_kv_heads, lanes)  # m
-        sums = _aligned(num_kv_heads, lanes)  # l
-        values = _aligned(num_kv_heads, gqa * v_width)  # o
-        rescale = _aligned(num_kv_heads, lanes)
-        ones = _aligned(1, lanes)
-        ones[:] = recurrence.ONE
+        scratch = _Scratch(
+            _aligned(num_kv_heads, gqa * width),
+            _aligned(num_kv_heads, gqa * width // 2 * pair_dot),
+            _aligned(num_kv_heads, logits_size),
+            _aligned(num_kv_heads, lanes),
+            _aligned(num_kv_heads, lanes),
+            _aligned(num_kv_heads, gqa * v_width),
+            _aligned(num_kv_heads, lanes),
+            _aligned(num_kv_heads, lanes),
+            _aligned(num_kv_heads, 2 * GROUP * scaled),
+        )
+        scratch.ones[:] = recurrence.ONE
         while True:
             item = rows.fetch_add(counter.ctypes.data, 1)
             if item >= len(items):
                 break
-            begin, end, part = np.int64(items[item, 2]), np.int64(items[item, 3]), items[item, 4]
+            begin, tokens = np.int64(items[item, 2]), np.int64(items[item, 3] - items[item, 2])
             # load
             table = tables[0] + items[item, 1] * tables[1]
-            _list_rows(addresses, begin, end - begin, block_size, table, k_pool, v_pool)
+            _list_rows(addresses, begin, tokens, block_size, table, k_pool, v_pool)
             if scaled:
-                k_tokens, v_tokens = factors.k_tokens, factors.v_tokens
-                _list_rows(
-                    scale_addresses, begin, end - begin, block_size, table, k_tokens, v_tokens
-                )
-            tame = pair_dot
-            for kv in range(num_kv_heads):
-                if factors.heads[kv, 0] > PAIR_DOT_SCALE:
-                    tame = 0
-                for g in range(gqa):
-                    row = q[0] + items[item, 0] * q[1] + (kv * gqa + g) * q[2]
-                    to = _at(queries, kv) + 4 * width * g
-                    rows.widen(row, to, head_dim, q_format, k_format)
-                    if pair_dot:
-                        tame &= rows.pack(row, _at(packed, kv) + 2 * width * g, head_dim)
-            maxima[:], sums[:], values[:] = recurrence.NEG_INF, recurrence.ZERO, recurrence.ZERO
-            for group in range(0, end - begin, GROUP):
-                count = min(GROUP, end - begin - group)
+                k_tokens, v_tokens = scaling.k_tokens, scaling.v_tokens
+                _list_rows(scale_addresses, begin, tokens, block_size, table, k_tokens, v_tokens)
+            q_row = q[0] + items[item, 0] * q[1]
+            _load_queries(scratch, q_row, q[2], gqa, head_dim, q_format, k_format)
+            tame = 0
+            if pair_dot:
+                tame = _pack_queries(scratch, q_row, q[2], scaling, gqa, head_dim)
+            scratch.maxima[:], scratch.sums[:] = recurrence.NEG_INF, recurrence.ZERO
+            scratch.values[:] = recurrence.ZERO
+            for group in range(0, tokens, GROUP):
+                count = min(GROUP, tokens - group)
                 k_rows = addresses.ctypes.data + 16 * group
-                v_rows = k_rows + 8 * GROUP
                 # score
                 for tile in range(-(-count // tile_tokens)):
                     here = k_rows + 8 * tile * tile_tokens
-                    for kv in range(num_kv_heads):
-                        q_h, pairs, s = _at(queries, kv), tame * _at(packed, kv), _at(weights, kv)
-                        ahead, offset = here + 8 * GROUP, kv * k_pool[3]
-                        simd.score(
-                            q_h,
-                            pairs,
-                            here,
-                            ahead,
-                            offset,
-                            tile,
-                            s,
-                            gqa,
-                            head_dim,
-                            k_format,
-                            pair_dot,
-                        )
+                    _score(scratch, tile, here, k_pool[3], tame, gqa, head_dim, k_format, pair_dot)
                 # absorb
+                if scaled:
+                    _gather(scratch, count, scale_addresses.ctypes.data + 16 * group, scaling)
                 distance = np.int32(begin + group - items[item, 5])
-                for kv in range(num_kv_heads):
-                    if scaled:
-                        k_token, v_token = kv * k_tokens[3], kv * v_tokens[3]
-                        at = scale_addresses.ctypes.data + 16 * group
-                        _gather(token_scales[kv], at, count, k_token, v_token)
-                    logits.absorb(
-                        _at(weights, kv),
-                        np.int32(count),
-                        _at(maxima, kv),
-                        _at(sums, kv),
-                        _at(rescale, kv),
-                        factors.heads[kv, 0],
-                        np.float32(factors.softcap),
-                        _at(factors.slopes, kv),
-                        distance,
-                        _at(token_scales, kv),
-                        gqa,
-                        options,
-                    )
+                _absorb(scratch, count, scaling, distance, gqa, options)
                 # accumulate
+                v_rows = k_rows + 8 * GROUP
                 whole = count - count % strip  # in strips; the tokens of the rest come singly
-                scratch = (weights, values, rescale, ones)
                 for t in range(0, whole, strip):
-                    _accumulate(t, v_rows, v_pool[3], scratch, gqa, v_head_dim, v_format, strip)
+                    _accumulate(scratch, t, v_rows, v_pool[3], gqa, v_head_dim, v_format, strip)
                 for t in range(whole, count):
-                    _accumulate(t, v_rows, v_pool[3], scratch, gqa, v_head_dim, v_format, 1)
+                    _accumulate(scratch, t, v_rows, v_pool[3], gqa, v_head_dim, v_format, 1)
             # store
-            for kv in range(num_kv_heads):
-                h = kv * gqa
-                to_m, to_l = m[part, h:].ctypes.data, l[part, h:].ctypes.data
-                logits.store_state(_at(maxima, kv), _at(sums, kv), to_m, to_l, gqa)
-                for g in range(gqa):
-                    row, to = _at(values, kv) + 4 * v_width * g, o[part, h + g].ctypes.data
-                    rows.natural_order(row, factors.heads[kv, 1], to, v_head_dim, v_format)
+            part = items[item, 4]
+            _store(scratch, scaling, m[part], l[part], o[part], gqa, v_head_dim, v_format)
 
     return attend_items
 
@@ -308,24 +224,85 @@ def _at(array, row):
 
 
 @shared
-def _accumulate(t, v_rows, v_head, scratch, gqa, v_head_dim, v_format, count):
-    """Accumulate tokens t to t + count of a group, all heads; the last four are literal."""
-    weights, values, rescale, ones = scratch
-    here = v_rows + 8 * t
-    for kv in range(len(weights)):
-        p, o_h, ahead, offset = _at(weights, kv), _at(values, kv), here + 8 * GROUP, kv * v_head
-        factor = _at(rescale, kv) if t == 0 else _at(ones, 0)
-        simd.accumulate(p, t, here, ahead, offset, factor, o_h, gqa, v_head_dim, v_format, count)
+def _load_queries(scratch, q_row, q_head, gqa, head_dim, q_format, k_format):
+    """Widen the query heads into the row order of K; the last four are literal."""
+    row_bytes = scratch.queries.shape[1] // gqa * 4
+    for kv in range(len(scratch.queries)):
+        for g in range(gqa):
+            to = _at(scratch.queries, kv) + g * row_bytes
+            rows.widen(q_row + (kv * gqa + g) * q_head, to, head_dim, q_format, k_format)
 
 
 @shared
-def _gather(scales, addresses, count, k_offset, v_offset):
-    """Copy the scales of a group's keys and values into scales [2 * 16]."""
-    for t in range(count):
-        at_k = rows.load_int64(addresses + 8 * t)
-        at_v = rows.load_int64(addresses + 8 * (GROUP + t))
-        scales[t] = rows.load_float32(at_k + k_offset)
-        scales[GROUP + t] = rows.load_float32(at_v + v_offset)
+def _pack_queries(scratch, q_row, q_head, scaling, gqa, head_dim):
+    """Copy the query heads for the pair dot product; tell (1 or 0) whether it may be used."""
+    row_bytes = scratch.packed.shape[1] // gqa * 4
+    tame = np.int64(1)
+    for kv in range(len(scratch.packed)):
+        if scaling.heads[kv, 0] > PAIR_DOT_SCALE:
+            tame = np.int64(0)
+        for g in range(gqa):
+            to = _at(scratch.packed, kv) + g * row_bytes
+            tame &= rows.pack(q_row + (kv * gqa + g) * q_head, to, head_dim)
+    return tame
+
+
+@shared
+def _score(scratch, tile, k_rows, k_head, tame, gqa, head_dim, k_format, pair_dot):
+    """Score a token tile of a group, all heads; the last four are literal."""
+    ahead = k_rows + 8 * GROUP
+    for kv in range(len(scratch.queries)):
+        q, pairs = _at(scratch.queries, kv), tame * _at(scratch.packed, kv)
+        s, offset = _at(scratch.weights, kv), kv * k_head
+        simd.score(q, pairs, k_rows, ahead, offset, tile, s, gqa, head_dim, k_format, pair_dot)
+
+
+@shared
+def _gather(scratch, count, addresses, scaling):
+    """Copy the scales of a group's keys and values from where they are listed."""
+    for kv in range(len(scratch.token_scales)):
+        scales = scratch.token_scales[kv]
+        for t in range(count):
+            at_k = rows.load_int64(addresses + 8 * t) + kv * scaling.k_tokens[3]
+            at_v = rows.load_int64(addresses + 8 * (GROUP + t)) + kv * scaling.v_tokens[3]
+            scales[t], scales[GROUP + t] = rows.load_float32(at_k), rows.load_float32(at_v)
+
+
+@shared
+def _absorb(scratch, count, scaling, distance, gqa, options):
+    """Absorb a group's logits, all heads; the last two are literal."""
+    count, softcap = np.int32(count), np.float32(scaling.softcap)
+    for kv in range(len(scratch.weights)):
+        p, factor = _at(scratch.weights, kv), _at(scratch.rescale, kv)
+        m, l = _at(scratch.maxima, kv), _at(scratch.sums, kv)
+        scale, slopes = scaling.heads[kv, 0], _at(scaling.slopes, kv)
+        tokens = _at(scratch.token_scales, kv)
+        logits.absorb(
+            p, count, m, l, factor, scale, softcap, slopes, distance, tokens, gqa, options
+        )
+
+
+@shared
+def _accumulate(scratch, t, v_rows, v_head, gqa, v_head_dim, v_format, count):
+    """Accumulate tokens t to t + count of a group, all heads; the last four are literal."""
+    here = v_rows + 8 * t
+    for kv in range(len(scratch.weights)):
+        p, o, offset = _at(scratch.weights, kv), _at(scratch.values, kv), kv * v_head
+        factor, ahead = _at(scratch.rescale if t == 0 else scratch.ones, kv), here + 8 * GROUP
+        simd.accumulate(p, t, here, ahead, offset, factor, o, gqa, v_head_dim, v_format, count)
+
+
+@shared
+def _store(scratch, scaling, m, l, o, gqa, v_head_dim, v_format):
+    """Store a partial state (m, l, o), [Hq] and [Hq, Dv]; the last three are literal."""
+    row_bytes = scratch.values.shape[1] // gqa * 4
+    for kv in range(len(scratch.values)):
+        h = kv * gqa
+        sums = _at(scratch.sums, kv)
+        logits.store_state(_at(scratch.maxima, kv), sums, m[h:].ctypes.data, l[h:].ctypes.data, gqa)
+        for g in range(gqa):
+            row, to = _at(scratch.values, kv) + g * row_bytes, o[h + g].ctypes.data
+            rows.natural_order(row, scaling.heads[kv, 1], to, v_head_dim, v_format)
 
 
 @shared
