@@ -8,6 +8,7 @@ from _checks import check_attention
 
 from numba_attn import _device
 
+TINY = _device.is_simulator()
 SPLITS = (1, 2, 7)
 SIZES = {"gqa": 2, "head_dim": 32}
 TINY_SIZES = {"gqa": 1, "head_dim": 8}
@@ -39,7 +40,7 @@ def test_a_sink_counts_once_for_any_number_of_splits(backend, split, splits):
     np.testing.assert_allclose(answer.lse, np.log(tokens + np.exp(5.0)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3, 64])
+@pytest.mark.parametrize("blocks", [1, 64] if TINY else [1, 2, 3, 64])
 @pytest.mark.parametrize("sinks", [(5.0, -5.0), (-np.inf, 80.0), (0.0, -200.0)])
 def test_any_tiles(backend, blocks, sinks):
     seqs = draw(backend.size((70, 0, 21), (9, 0)), num_kv_heads=1, sinks=sinks)
@@ -121,7 +122,7 @@ def test_any_floats(twin, dtype):
 @pytest.mark.parametrize("window", [1, 5, 600])
 def test_with_a_window_under_every_tiling(backend, window):
     """As in gpt-oss: a window of few keys, and sinks that outweigh them."""
-    lens = backend.size((700, 5, 64), (21, 5))
+    lens = backend.size((700, 5, 64), (14, 1))
     seqs = draw(lens, num_kv_heads=1, sliding_window=window, sinks=(3.0, -1.0), queries=2)
     for block_size, blocks in ((16, 1), (4, 7)):
         check_attention(backend, seqs, block_size, blocks)

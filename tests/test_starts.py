@@ -6,6 +6,9 @@ from _bound import assert_same_bits, check_answer, check_state
 from _cases import Tile, absorb, attend, draw, place, step, tiles
 from _checks import check_attention
 
+from numba_attn import _device
+
+TINY = _device.is_simulator()
 OPTIONS = {
     "plain": {},
     "alibi": {"alibi_slopes": (0.5, 0.01)},
@@ -21,7 +24,7 @@ def starts(backend, request):
     return tuple(np.minimum(request.param, backend.size((40, 9), (14, 9))))
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [4] if TINY else [1, 4, 16])
 def test_what_comes_before_is_never_read(backend, starts, block_size):
     """Slots before the start hold NaN, whole blocks before it have ids that lead nowhere."""
     seqs = draw(backend.size((40, 9), (14, 9)), num_kv_heads=1, starts=starts)
@@ -35,8 +38,8 @@ def test_what_comes_before_is_never_read(backend, starts, block_size):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_padded_row_has_the_bits_of_the_row_alone(twin, name):
     """Splits count from the start, wherever it is."""
-    lens = twin.size((1000, 530, 9), (30, 9, 4))
-    starts = twin.size((37, 513, 8), (5, 8, 3))
+    lens = twin.size((1000, 530, 9), (20, 4))
+    starts = twin.size((37, 513, 8), (5, 3))
     padded = draw(lens, num_kv_heads=1, starts=starts, **OPTIONS[name])
     for s, (start, n) in enumerate(zip(starts, lens, strict=True)):
         row = padded.rows(s)
@@ -49,7 +52,7 @@ def test_a_padded_row_has_the_bits_of_the_row_alone(twin, name):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("blocks", [1, 2, 64])
+@pytest.mark.parametrize("blocks", [1] if TINY else [1, 2, 64])
 def test_any_tiles(backend, name, blocks):
     lens, starts = backend.size(((70, 33, 5), (30, 33, 0)), ((14, 5), (9, 1)))
     seqs = draw(lens, num_kv_heads=1, starts=starts, **OPTIONS[name])

@@ -6,6 +6,9 @@ from _bound import assert_same_bits, check_answer, check_state
 from _cases import Tile, absorb, attend, draw, place, step, tiles
 from _checks import check_attention
 
+from numba_attn import _device
+
+TINY = _device.is_simulator()
 TOKENS = 20
 
 
@@ -74,7 +77,7 @@ def test_a_start_and_a_window(backend, start, first):
 @pytest.mark.parametrize("queries", [None, 3, (4, 0, 1)])
 def test_what_is_outside_changes_no_bit(twin, window, queries):
     """NaN and inf in the keys before the window, and ids that lead nowhere in the tables."""
-    lens = twin.size((700, 5, 530), (20, 5, 9))
+    lens = twin.size((700, 5, 530), (20, 5, 1))
     window = min(window, twin.size(600, 11))
     gqa = twin.size(2, 1)
     seqs = draw(lens, gqa=gqa, num_kv_heads=1, sliding_window=window, queries=queries)
@@ -100,7 +103,7 @@ def test_a_window_of_the_whole_context_changes_no_bit(twin, window):
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 50])
-@pytest.mark.parametrize("window", [1, 4, 13, 33])
+@pytest.mark.parametrize("window", [4, 9] if TINY else [1, 4, 13, 33])
 def test_any_tiles(backend, blocks, window):
     seqs = draw(backend.size((90, 33, 5), (14,)), num_kv_heads=1, sliding_window=window)
     check_attention(backend, seqs, 4, blocks)
