@@ -7,6 +7,7 @@ size: that is what makes results bit-identical across all of them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -161,6 +162,39 @@ def _cut(key: tuple[bytes | None, ...], num_queries: int, sliding_window: int, c
     found.starts.setflags(write=False)
     found.items.setflags(write=False)
     return found
+
+
+def batches(cut: Cut, most_items: int) -> Iterable[tuple[int, int, Cut]]:
+    """Split the work by rows, so that the partials of a batch fit the memory for them.
+
+    Returns
+    -------
+    iterable of (int, int, Cut)
+        First row, end row, and the work of these rows: at most `most_items` items, or one row.
+
+    Examples
+    --------
+    >>> whole = cut(Tile(None, np.array([700, 5, 600], np.int32)))
+    >>> [(first, end, len(work.items)) for first, end, work in batches(whole, 3)]
+    [(0, 2, 3), (2, 3, 2)]
+    """
+    if len(cut.items) <= most_items:
+        return ((0, len(cut.starts) - 1, cut),)
+    return _batches(cut, most_items)
+
+
+def _batches(cut: Cut, most_items: int) -> Iterator[tuple[int, int, Cut]]:
+    first, rows = 0, len(cut.starts) - 1
+    while first < rows:
+        before = cut.starts[first]
+        fits = int(np.searchsorted(cut.starts, before + most_items, side="right")) - 1
+        end = max(first + 1, fits)
+        items = cut.items[(cut.items[:, 0] >= first) & (cut.items[:, 0] < end)]
+        items[:, 4] -= before
+        tokens = int(np.sum(items[:, 3] - items[:, 2], dtype=int))
+        if len(items):
+            yield first, end, Cut(cut.starts[first : end + 1] - before, items, tokens)
+        first = end
 
 
 def one_each(num_rows: int) -> IntArray:

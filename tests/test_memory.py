@@ -111,3 +111,21 @@ def test_queries_far_apart(cpu, tmp_path):
     paged = place(seqs, 4)
     out = cpu.paged_attention(q, *paged)
     assert_same_bits((out, cpu.paged_attention(seqs.q, *paged).view(np.uint16)))
+
+
+def test_partials_take_bounded_memory_and_the_same_bits(cpu, monkeypatch):
+    """Many queries over a long cache are done some rows at a time."""
+    from numba_attn.kernels import cpu as kernels
+
+    seqs = draw((1500, 0, 700), num_kv_heads=1)
+    paged = place(seqs, 16)
+    q = np.random.default_rng(1).standard_normal((3, 5, 2, 32)).astype(BFLOAT16)
+    whole = cpu.paged_attention(q, *paged, return_lse=True)
+    taken = []
+    take = kernels._take_partials
+    monkeypatch.setattr(kernels, "_take_partials", lambda shape: taken.append(shape) or take(shape))
+    monkeypatch.setattr(kernels, "PARTIAL_BYTES", 4 * 4 * 2 * 34)  # 4 items
+    parts = cpu.paged_attention(q, *paged, return_lse=True)
+    assert_same_bits(*zip(whole, parts, strict=True))
+    assert len(taken) > 5
+    assert max(shape[0] for shape in taken) <= 4

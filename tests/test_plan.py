@@ -125,6 +125,22 @@ def test_splits_count_from_the_first_key_and_a_window_only_clips_them():
     assert items[:, 2:4].tolist() == [[600, 612], [612, 1124], [1124, 1300]]
 
 
+@given(LENS, st.integers(1, 3), st.integers(1, 20))
+def test_batches_are_the_work_in_pieces(lens, queries, most):
+    whole = cut(lens, num_queries=queries)
+    done, rows = [], []
+    for first, end, work in _plan.batches(whole, most):
+        assert len(work.items) <= most or end == first + 1
+        assert work.tokens == (work.items[:, 3] - work.items[:, 2]).sum()
+        assert work.starts[-1] == len(work.items)
+        back = work.items.copy()
+        back[:, 4] += whole.starts[first]
+        done += back.tolist()
+        rows += range(first, end)
+    assert sorted(done) == sorted(whole.items.tolist())
+    assert rows == sorted(set(rows))
+
+
 def test_items_of_one_sequence_and_split_come_together():
     items = cut([600, 520], num_queries=2).items
     assert items[:, :3].tolist() == [

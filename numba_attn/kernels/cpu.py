@@ -21,6 +21,7 @@ from .scaling import locate, options_used, scaling_of
 GROUP = _plan.GROUP_TOKENS
 SPLIT = _plan.SPLIT_TOKENS
 PAIR_DOT_SCALE = 65536.0  # see rows.pack
+PARTIAL_BYTES = 1 << 26  # of the partial states at a time
 SERIAL_BYTES = 1 << 20  # K/V bytes that are read in less time than it takes to wake a thread
 
 
@@ -39,28 +40,29 @@ def step_tile(state, q, k_pool, v_pool, formats, tile, options):
         The keys, int32 on the host.
     options : Options
     """
-    starts, items, tokens = _plan.cut(tile, options.sliding_window, options.causal)
-    if len(items) == 0:
+    cut = _plan.cut(tile, options.sliding_window, options.causal)
+    if len(cut.items) == 0:
         return
     block_size, num_kv_heads, head_dim = k_pool.shape[1:]
     v_head_dim = v_pool.shape[3]
     queries = q if q.ndim == 3 else q.reshape(-1, *q.shape[-2:])
     gqa = queries.shape[1] // num_kv_heads
     attend_items = _attend_items(gqa, head_dim, v_head_dim, formats, options_used(options))
-    partials = _take_partials((len(items), queries.shape[1], v_head_dim))
-    args = (
-        np.zeros(1, np.int64),
-        items,
+    inputs = (
         *(locate(array) for array in (queries, k_pool, v_pool, tile.tables)),
         (block_size, num_kv_heads),
         scaling_of(options, formats, gqa, k_pool.shape[:3]),
-        *partials,
     )
     token_bytes = num_kv_heads * (head_dim * k_pool.itemsize + v_head_dim * v_pool.itemsize)
-    useful = 1 + tokens * token_bytes // SERIAL_BYTES
-    _threads.run(attend_items, args, min(_threads.get_num_threads(), len(items), useful))
-    merge_splits(state, partials, starts)
-    _scratch.partials = partials
+    most_items = PARTIAL_BYTES // (4 * queries.shape[1] * (v_head_dim + 2))
+    for first, end, (starts, items, tokens) in _plan.batches(cut, most_items):
+        partials = _take_partials((len(items), queries.shape[1], v_head_dim))
+        args = (np.zeros(1, np.int64), items, *inputs, *partials)
+        useful = 1 + tokens * token_bytes // SERIAL_BYTES
+        _threads.run(attend_items, args, min(_threads.get_num_threads(), len(items), useful))
+        some_rows = _Partials(state.m[first:end], state.l[first:end], state.o[first:end])
+        merge_splits(some_rows, partials, starts)
+        _scratch.partials = partials
 
 
 def merge_splits(state, partials, starts):
@@ -92,7 +94,7 @@ def _no_sinks(num_q_heads):
 
 
 class _Partials(NamedTuple):
-    """Partial states of n work items."""
+    """Partial states of n work items, or some rows of a state."""
 
     m: np.ndarray  # [n, Hq]
     l: np.ndarray  # [n, Hq]
@@ -288,7 +290,8 @@ def _accumulate(scratch, t, v_rows, v_head, gqa, v_head_dim, v_format, count):
     here = v_rows + 8 * t
     for kv in range(len(scratch.weights)):
         p, o, offset = _at(scratch.weights, kv), _at(scratch.values, kv), kv * v_head
-        factor, ahead = _at(scratch.rescale if t == 0 else scratch.ones, kv), here + 8 * GROUP
+        factor = _at(scratch.rescale, kv) if t == 0 else _at(scratch.ones, kv)
+        ahead = here + 8 * GROUP
         simd.accumulate(p, t, here, ahead, offset, factor, o, gqa, v_head_dim, v_format, count)
 
 
