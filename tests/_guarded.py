@@ -6,6 +6,7 @@ import sys
 
 import _backends
 import _cases
+import ml_dtypes
 import numpy as np
 from _bound import assert_same_bits, check_answer
 
@@ -53,6 +54,40 @@ def check_contiguous(head_dim, side):
         check_answer(seqs, _cases.Answer(*answer))
 
 
+def check_formats(side):
+    """Attend over caches of every format, with scales by token: nothing else is touched."""
+    cpu = _backends.get("cpu")
+    for name in ("float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"):
+        seqs = _cases.draw((17,), head_dim=45)
+        keys, values = (
+            x[0][:, None].astype(np.float32).astype(np.dtype(getattr(ml_dtypes, name, name)))
+            for x in (seqs.keys, seqs.values)
+        )  # [tokens, 1, Hkv, D]: blocks of one token
+        scales = np.random.default_rng(0).uniform(0.5, 2, (2, *keys.shape[:3])).astype(np.float32)
+        table = np.arange(17, dtype=np.int32)[None]
+        q = seqs.q.astype(np.float16 if name == "int8" else np.float32)
+        arrays = [q, keys, values, table, seqs.lens, *scales]
+        answers = []
+        for given in (arrays, [guarded(np.ascontiguousarray(x), side) for x in arrays]):
+            options = {"k_scale": given[5], "v_scale": given[6], "return_lse": True}
+            answers.append(cpu.paged_attention(*given[:5], **options))
+        assert_same_bits(*zip(*answers, strict=True))
+
+
+def check_window(side):
+    """Blocks before a window, and table entries, may be past all memory."""
+    seqs = _cases.draw((40,))
+    paged = _cases.place(seqs, 1, spare=0)
+    last = _cases.place(seqs.tokens(33, 40), 1, spare=0)
+    pools = [guarded(np.ascontiguousarray(pool), side) for pool in last[:2]]
+    table = np.full((1, 40), 2147480000, np.int32)
+    table[0, 33:] = last.block_tables[0, :7]
+    options = {"sliding_window": 7, "return_lse": True}
+    cpu = _backends.get("cpu")
+    answer = cpu.paged_attention(seqs.q, *pools, table, seqs.lens, **options)
+    assert_same_bits(*zip(answer, cpu.paged_attention(seqs.q, *paged, **options), strict=True))
+
+
 def touch():
     """Touch the guard: the process must die of it, or the guard guards nothing."""
     array = guarded(np.zeros(8, np.uint8), "end")
@@ -68,3 +103,7 @@ if __name__ == "__main__":
             print(f"head_dim {dim}, guarded at the {edge}", flush=True)
             check(dim, edge)
             check_contiguous(dim, edge)
+    for edge in ("end", "start"):
+        print(f"formats and windows, guarded at the {edge}", flush=True)
+        check_formats(edge)
+        check_window(edge)
