@@ -70,6 +70,54 @@ def an_empty_side(backend):
         assert_same_bits(*zip(backend.read(merged), backend.read(x), strict=True))
 
 
+def a_window_for_each_query(backend):
+    lens = backend.size((70, 5, 2), (14, 2))
+    seqs = draw(lens, num_kv_heads=1, queries=3, sliding_window=6)
+    check_attention(backend, seqs, 4, blocks_per_tile=2)
+
+
+def queries_that_see_all_keys(backend):
+    seqs = draw((9, 3), num_kv_heads=1, queries=(2, 1), causal=False)
+    check_attention(backend, seqs, 4, blocks_per_tile=2)
+
+
+def a_start(backend):
+    lens, starts = backend.size(((70, 33, 5), (30, 33, 0)), ((14, 5), (9, 5)))
+    seqs = draw(lens, num_kv_heads=1, starts=starts, alibi_slopes=(0.5, 0.1))
+    check_attention(backend, seqs, 4, blocks_per_tile=2)
+
+
+def sinks(backend):
+    seqs = draw(backend.size((70, 3), (9, 3)), num_kv_heads=1, sinks=(4.0, -1.0))
+    check_attention(backend, seqs, 4, blocks_per_tile=1)
+    check_answer(seqs, attend(backend, seqs, place(seqs, 4)))
+
+
+def a_softcap(backend):
+    seqs = draw((20, 3), num_kv_heads=1, softcap=1.0, sliding_window=5, k_scale=3.0)
+    check_attention(backend, seqs, 4, blocks_per_tile=2)
+
+
+def a_bias(backend):
+    seqs = draw((20, 3), num_kv_heads=1, alibi_slopes=(0.5, 0.1), queries=2)
+    check_attention(backend, seqs, 4, blocks_per_tile=2)
+
+
+def pool_scales(backend):
+    sizes = {"num_kv_heads": 2, "gqa": backend.size(2, 1)}
+    seqs = draw((9, 3), k_scale=(0.5, 2.0), v_scale=(3.0, 0.1), **sizes)
+    check_attention(backend, seqs, 4)
+
+
+def every_option(backend):
+    lens, starts, queries = backend.size(
+        ((70, 33, 530), (30, 0, 3), (3, 0, 2)), ((9, 5), (3, 0), (2, 1))
+    )
+    options = {"softcap": 20.0, "alibi_slopes": (0.3, 0.02), "sinks": (1.0, 2.0)}
+    options |= {"starts": starts, "queries": queries, "sliding_window": 12, "token_scales": True}
+    check_attention(backend, draw(lens, num_kv_heads=1, scale=0.3, **options), 4)
+
+
 CHECKS = (
     ragged,
     full_blocks,
@@ -77,6 +125,14 @@ CHECKS = (
     logits_far_below_0,
     a_nan_logit,
     an_empty_side,
+    a_window_for_each_query,
+    queries_that_see_all_keys,
+    a_start,
+    sinks,
+    a_softcap,
+    a_bias,
+    pool_scales,
+    every_option,
 )
 
 
