@@ -1,9 +1,11 @@
 """Small kernels that try one building block of the CUDA twin each."""
 
+import functools
+
 import numpy as np
 from numba import cuda
 
-from numba_attn.kernels import warp
+from numba_attn.kernels import rows_cuda, warp
 from numba_attn.kernels._jit import cuda_kernel
 
 
@@ -12,20 +14,57 @@ def sums(x, out):
     out[cuda.threadIdx.x] = warp.warp_sum(x[cuda.threadIdx.x])
 
 
+@functools.cache
+def widen_all(name):
+    """Return the kernel that widens an array of a format, with the threads of one block."""
+    load = warp.LOADERS[name]
+
+    @cuda_kernel
+    def widen(bits, floats):
+        for i in range(cuda.threadIdx.x, floats.size, cuda.blockDim.x):
+            floats[i] = load(bits, i)
+
+    return widen
+
+
+@functools.cache
+def copy_all(dtype, size):
+    """Return the kernel that copies an array to shared memory in both ways, and back."""
+    wide = 16 // dtype.itemsize
+
+    @cuda_kernel
+    def copy(numbers, by_16_bytes, by_element):
+        wide_tile = cuda.shared.array(size, dtype, alignment=16)
+        tile = cuda.shared.array(size, dtype, alignment=16)
+        for i in range(cuda.threadIdx.x, size, cuda.blockDim.x):
+            warp.copy_element(tile, i, numbers, i)
+            if i % wide == 0:
+                warp.copy_16_bytes(wide_tile, i, numbers, i)
+        cuda.syncthreads()
+        for i in range(cuda.threadIdx.x, size, cuda.blockDim.x):
+            by_16_bytes[i] = wide_tile[i]
+            by_element[i] = tile[i]
+
+    return copy
+
+
 @cuda_kernel
-def primitives(bits, floats, copies, back, quotients):
-    tile = cuda.shared.array(16, np.uint16, alignment=16)
+def primitives(floats, places, found_integers, found_floats, bits, quotients):
+    """Load what is at places, (address, stride), and divide."""
     i = cuda.threadIdx.x
-    if i == 0:
-        warp.copy_16_bytes(tile, 0, bits, 0)
-    if i >= 8 and i < 16:
-        warp.copy_2_bytes(tile, i, bits, i)
-    cuda.syncthreads()
-    if i < 16:
-        copies[i] = tile[i]
-        floats[i] = warp.load_bfloat16(tile, i)
-        back[i] = warp.float_bits(warp.load_bfloat16(bits, i))
+    if i < found_integers.size:
+        found_integers[i] = warp.load_int32(places[0][0] + i * places[0][1])
+        found_floats[i] = warp.load_float32(places[1][0] + i * places[1][1])
+        bits[i] = warp.float_bits(floats[i])
         quotients[i] = warp.divide(2147483647 - i, 7)
+
+
+@cuda_kernel
+def find_rows(lists, sizes, found):
+    row = cuda.blockIdx.x
+    where = rows_cuda.find(row, lists, sizes)
+    for i in range(5):
+        found[row, i] = where[i]
 
 
 @cuda_kernel

@@ -4,16 +4,16 @@ import dataclasses
 import importlib.util
 import pathlib
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from _bound import assert_same_bits, check_answer, check_state
 from _cases import BFLOAT16, Answer, attend, draw, place, tiles
+from _on_device import dtype_of, places_of, read, reads_wide, rows_cuda, to_device, twin
 from test_layouts import LAYOUTS, wide_integers
 
 import numba_attn
-from numba_attn import AttentionState, _arrays, _device, _plan
+from numba_attn import AttentionState, _arrays, _device, _plan_cuda
 
 pytestmark = pytest.mark.cuda
 
@@ -22,41 +22,12 @@ in_simulator = pytest.mark.skipif(
 )
 
 
-def twin():
-    """Return the twin; it is imported late, as a machine without CUDA never needs it."""
-    return _device.backend("cuda")
-
-
-def to_device(view):
-    """Put a host array on the device, with its strides."""
-    view = view.view(np.uint16) if view.dtype == BFLOAT16 else view
-    forwards = tuple(slice(None, None, -1 if s < 0 else 1) for s in view.strides)
-    span = _plan.span(view.shape, view.strides, view.itemsize)
-    run = np.lib.stride_tricks.as_strided(view[forwards], (span.size,), (view.itemsize,))
-    memory = _device.cuda().to_device(run.copy())
-    if _device.is_simulator():
-        first = memory[span.offset :]
-        return type(memory)(np.lib.stride_tricks.as_strided(first._ary, view.shape, view.strides))
-    interface = memory.__cuda_array_interface__
-    pointer = interface["data"][0] + span.offset * view.itemsize
-    interface |= {"data": (pointer, False), "shape": view.shape, "strides": view.strides}
-    owner = SimpleNamespace(__cuda_array_interface__=interface, memory=memory)
-    return _device.cuda().as_cuda_array(owner)
-
-
 def on_device(q, paged):
     return [to_device(array) for array in (q, *paged)]
 
 
 def host_answer(out, lse):
     return Answer(_arrays.to_host(out).view(BFLOAT16), _arrays.to_host(lse))
-
-
-def path(pools):
-    """Return the step kernel's variant for device pools."""
-    strides = tuple(_arrays.flatten(pool).strides[:3] for pool in pools)
-    addresses = tuple(_arrays.address(pool) for pool in pools)
-    return _plan.step_variant(addresses, strides, tuple(pool.shape[3] for pool in pools))
 
 
 LENS = (37, 0, 1)
@@ -87,7 +58,7 @@ def test_both_load_paths_give_the_same_bits(head_dim, v_head_dim):
             room[skip : skip + pool.size] = pool.ravel()
             shifted = to_device(room)[skip : skip + pool.size]
             pools.append(shifted.reshape(*pool.shape))
-        assert path(pools).wide == (skip == 0)
+        assert reads_wide(*pools) == (skip == 0)
         rest = [to_device(array) for array in paged[2:]]
         given = (to_device(seqs.q), *pools, *rest)
         answers.append(host_answer(*numba_attn.paged_attention(*given, return_lse=True)))
@@ -101,7 +72,7 @@ def test_both_load_paths_give_the_same_bits(head_dim, v_head_dim):
 )
 def test_blocks_of_one_warp_and_partly_filled_ones(head_dim, v_head_dim, threads):
     """Each lane of a warp has part of a row, and each thread some columns or none."""
-    assert _plan.StepVariant(head_dim, v_head_dim, False).threads == threads
+    assert _plan_cuda.StepVariant(head_dim, v_head_dim, False).threads == threads
     seqs = draw((18, 1), gqa=1, num_kv_heads=1, head_dim=head_dim, v_head_dim=v_head_dim)
     check_answer(seqs, attend(numba_attn, seqs, place(seqs, 5), device="cuda"))
 
@@ -141,20 +112,8 @@ def test_out_is_written_in_place_whatever_its_strides(step):
     expected = numba_attn.paged_attention(seqs.q, *paged, device="cuda")
     assert_same_bits((read(out), expected.view(np.uint16)))
     between = np.ones(_arrays.flatten(out).memory.size, bool)
-    between[_rows_of(out)] = False
+    between[places_of(out)] = False
     assert (_arrays.to_host(_arrays.flatten(out).memory)[between] == 7).all()
-
-
-def _rows_of(array):
-    """Return where the elements of a device array lie in its run of memory."""
-    flat = _arrays.flatten(array)
-    grid = np.indices(array.shape).reshape(len(array.shape), -1)
-    return flat.offset + np.array(flat.strides) @ grid
-
-
-def read(array):
-    """Copy a device array of any strides to the host."""
-    return _arrays.to_host(_arrays.flatten(array).memory)[_rows_of(array)].reshape(array.shape)
 
 
 def test_device_out_of_a_call_on_the_cpu_may_be_strided():
@@ -217,11 +176,11 @@ def test_empty_pools_and_tables(shape):
     assert (lse == -np.inf).all()
 
 
-@pytest.mark.parametrize("head_dims", [(520, 8), (8, 520)])
+@pytest.mark.parametrize("head_dims", [(1400, 8), (8, 1400)])
 def test_a_head_dim_above_the_limit(head_dims):
     seqs = draw((3,), gqa=1, num_kv_heads=1, head_dim=head_dims[0], v_head_dim=head_dims[1])
     paged = place(seqs, 4)
-    text = "q: D and Dv must be at most 512 on CUDA, got D = {} and Dv = {}; use device='cpu'"
+    text = r"k_pool: tiles of 16 tokens must fit 49152 bytes .* for D = {} in .* Dv = {} in"
     with pytest.raises(ValueError, match=text.format(*head_dims)):
         numba_attn.paged_attention(seqs.q, *paged, device="cuda")
 
@@ -254,21 +213,51 @@ def test_a_warp_sums_its_own_lanes():
     assert _arrays.to_host(sums).tolist() == [x[:32].sum()] * 32 + [x[32:].sum()] * 32
 
 
-def test_memory_primitives():
+@pytest.mark.parametrize("name", _arrays.CARRIERS)
+def test_every_code_is_widened_exactly(name):
     import _warp_kernels
 
-    bits = np.array([0, 0x8000, 1, 0x7F80, 0xFF80, 0x7FC0, 0x3F80, *range(57, 57 + 9)], np.uint16)
-    floats, copies = np.zeros(16, np.float32), np.zeros(16, np.uint16)
-    wide, quotients = to_device(floats), to_device(np.zeros(16, np.int64))
-    copied, back = to_device(copies), to_device(np.zeros(16, np.uint32))
-    results = (wide, copied, back, quotients)
-    twin().launch(_warp_kernels.primitives, 1, 32, to_device(bits), *results)
-    assert_same_bits(
-        (_arrays.to_host(wide).astype(np.float32), bits.view(BFLOAT16).astype(np.float32)),
-        (_arrays.to_host(copied), bits),
-        (_arrays.to_host(back), bits.astype(np.uint32) << 16),
-    )
-    assert _arrays.to_host(quotients).tolist() == [(2**31 - 1 - i) // 7 for i in range(16)]
+    carrier = _arrays.CARRIERS[name]
+    codes = np.arange(1 << 8 * min(carrier.itemsize, 2)).astype(f"u{min(carrier.itemsize, 2)}")
+    if name == "float32":
+        codes = codes.astype(np.uint32) << 16 | codes[::-1]
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        expected = codes.view(dtype_of(name)).astype(np.float32)
+    wide = to_device(np.zeros(len(codes), np.float32))
+    kernel = _warp_kernels.widen_all(name)
+    twin().launch(kernel, 1, 64, to_device(codes.view(carrier)), wide)
+    found, nan = _arrays.to_host(wide), np.isnan(expected)
+    assert nan.sum() == {"float8_e4m3fn": 2, "float8_e5m2": 6, "int8": 0}.get(name, nan.sum())
+    assert np.isnan(found[nan]).all()
+    assert_same_bits((found[~nan], expected[~nan]))
+
+
+@pytest.mark.parametrize("dtype", sorted(set(_arrays.CARRIERS.values()), key=str), ids=str)
+def test_both_ways_to_shared_memory(dtype):
+    import _warp_kernels
+
+    size = 96 // dtype.itemsize
+    numbers = np.arange(1, size + 1).astype(dtype)
+    ways = [to_device(np.zeros(size, dtype)) for _ in range(2)]
+    kernel = _warp_kernels.copy_all(dtype, size)
+    twin().launch(kernel, 1, 32, to_device(numbers), *ways)
+    assert_same_bits(*((_arrays.to_host(way), numbers) for way in ways))
+
+
+def test_scalar_primitives():
+    import _warp_kernels
+
+    integers = to_device(np.array([-(2**31), -1, 0, 7, 2**31 - 1] * 4, np.int32)[::2])
+    floats = np.array([0, -0.0, 1.5, -np.inf, np.nan, 1e-45, 3, 4, 5, 6], np.float32)
+    backwards = to_device(floats[::-1])
+    places = [rows_cuda().locate(array, 1) for array in (integers, backwards)]
+    dtypes = np.int64, np.float32, np.uint32, np.int64
+    results = [to_device(np.zeros(10, dtype)) for dtype in dtypes]
+    twin().launch(_warp_kernels.primitives, 1, 32, to_device(floats), tuple(places), *results)
+    found_integers, found_floats, bits, quotients = map(_arrays.to_host, results)
+    assert found_integers.tolist() == read(integers).tolist()
+    assert_same_bits((found_floats, floats[::-1]), (bits, floats.view(np.uint32)))
+    assert quotients.tolist() == [(2**31 - 1 - i) // 7 for i in range(10)]
 
 
 @in_simulator

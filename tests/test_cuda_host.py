@@ -1,12 +1,14 @@
 """What the CUDA twin decides on the host, and why it cannot run: tested without a device."""
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from numba_attn import _device, _plan
+from numba_attn import _arrays, _device, _plan, _plan_cuda
+from numba_attn._call import Formats, Options
 
 POOLS = {
     "C-ordered": lambda pool: pool,
@@ -22,7 +24,7 @@ POOLS = {
 def test_span_finds_every_element(view):
     whole = np.arange(3 * 4 * 2 * 5, dtype=np.uint16).reshape(3, 4, 2, 5)
     pool = view(whole)
-    span = _plan.span(pool.shape, pool.strides, 2)
+    span = _plan_cuda.span(pool.shape, pool.strides, 2)
     low = pool.__array_interface__["data"][0] // 2 - span.offset
     start = low - whole.__array_interface__["data"][0] // 2
     run = whole.ravel()[start : start + span.size]
@@ -37,63 +39,120 @@ def test_span_finds_every_element(view):
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
 def test_span_of_nothing(shape):
-    assert _plan.span(shape, (64, 2), 2) == (0, 0, (0, 0))
+    assert _plan_cuda.span(shape, (64, 2), 2) == (0, 0, (0, 0))
 
 
 def test_span_ignores_the_stride_of_one_element():
-    assert _plan.span((1, 4), (7, 2), 2) == (4, 0, (0, 1))
+    assert _plan_cuda.span((1, 4), (7, 2), 2) == (4, 0, (0, 1))
 
 
 def test_strides_between_elements_are_refused():
     with pytest.raises(ValueError, match=r"multiples of the 2 bytes .* got strides \(9, 2\) of"):
-        _plan.span((2, 4), (9, 2), 2)
+        _plan_cuda.span((2, 4), (9, 2), 2)
 
 
-ALIGNED = {"addresses": (4096, 8192), "strides": ((512, 64, 8), (256, 32, 16)), "dims": (64, 128)}
+BFLOAT16, PLAIN = Formats(), Options(scale=1.0)
+ITEMSIZES = {name: carrier.itemsize for name, carrier in _arrays.CARRIERS.items()}
 
 
-def variant(addresses, strides, dims):
-    return _plan.step_variant(addresses, strides, dims)
+def pools(k_format="bfloat16", v_format="bfloat16", dims=(64, 128)):
+    """Describe two pools, everything in them a multiple of 16 bytes."""
+    return [
+        _plan_cuda.Rows(address, (-512, 64, 32), dim, ITEMSIZES[name])
+        for address, dim, name in zip((4096, 8192), dims, (k_format, v_format), strict=True)
+    ]
 
 
-def test_rows_of_16_bytes_are_loaded_wide():
-    assert variant(**ALIGNED) == (64, 128, True)
-    assert variant(**ALIGNED | {"strides": ((0, 0, 0), (-256, 32, -16))}).wide
+def variant(rows, formats=BFLOAT16, options=PLAIN):
+    return _plan_cuda.step_variant(*rows, formats, options)
 
 
+@pytest.mark.parametrize("k_format", ITEMSIZES)
+@pytest.mark.parametrize("v_format", ITEMSIZES)
+def test_rows_of_16_bytes_are_loaded_wide(k_format, v_format):
+    formats = Formats("float16", k_format, v_format)
+    found = variant(pools(k_format, v_format), formats)
+    assert found == (64, 128, True, formats, False, False, False)
+    aligned = pools(k_format, v_format)[0]._replace(strides=(0, 0, 0))
+    assert aligned.wide
+
+
+@pytest.mark.parametrize("name", ITEMSIZES)
 @pytest.mark.parametrize("pool", [0, 1])
-@pytest.mark.parametrize("what", ["address", "D", "block", "slot", "head"])
-def test_what_is_off_by_one_element_is_loaded_narrow(pool, what):
-    changed = {name: list(value) for name, value in ALIGNED.items()}
+@pytest.mark.parametrize("what", ["address", "length", "block", "slot", "head"])
+def test_what_is_off_by_one_element_is_loaded_narrow(what, pool, name):
+    rows = pools(name, name)
+    one = rows[pool]
     if what == "address":
-        changed["addresses"][pool] += 2
-    elif what == "D":
-        changed["dims"][pool] += 1
+        rows[pool] = one._replace(address=one.address + one.itemsize)
+    elif what == "length":
+        rows[pool] = one._replace(length=one.length + 1)
     else:
-        strides = list(changed["strides"][pool])
-        strides[["block", "slot", "head"].index(what)] += 1
-        changed["strides"][pool] = tuple(strides)
-    assert not variant(**changed).wide
+        strides = list(one.strides)
+        strides[["block", "slot", "head"].index(what)] += one.itemsize
+        rows[pool] = one._replace(strides=tuple(strides))
+    assert not variant(rows).wide
 
 
-@pytest.mark.parametrize("dims", [(513, 1), (1, 513), (576, 512)])
-def test_the_largest_head_dim(dims):
-    text = f"q: D and Dv must be at most 512 on CUDA, got D = {dims[0]} and Dv = {dims[1]}; use"
-    with pytest.raises(ValueError, match=text):
-        variant(**ALIGNED | {"dims": dims})
-    assert variant(**ALIGNED | {"dims": (512, 512)}).threads == 128
+def test_16_bytes_hold_as_many_elements_as_the_format_says():
+    for name, length in {"int8": 16, "float8_e5m2": 16, "bfloat16": 8, "float32": 4}.items():
+        for dim in range(1, 33):
+            assert pools(name, dims=(dim, 64))[0].wide == (dim % length == 0)
+
+
+def test_options_that_are_on_are_compiled_in():
+    numbers = np.ones(2, np.float32)
+    tokens = np.ones((3, 4, 2), np.float32)
+    for used, expected in (
+        ({}, (False, False, False)),
+        ({"softcap": 5.0}, (True, False, False)),
+        ({"alibi_slopes": numbers}, (False, True, False)),
+        ({"k_scale": numbers, "v_scale": numbers, "sliding_window": 3}, (False, False, False)),
+        ({"k_scale": numbers, "v_scale": tokens}, (False, False, True)),
+        ({"k_scale": tokens}, (False, False, True)),
+    ):
+        assert variant(pools(), options=PLAIN._replace(**used))[4:] == expected
+
+
+@pytest.mark.parametrize(
+    ("dims", "name", "token_scales"),
+    [
+        ((576, 512), "bfloat16", True),
+        ((652, 652), "float16", False),
+        ((345, 345), "float32", False),
+    ],
+)
+def test_the_largest_head_dims_that_fit(dims, name, token_scales):
+    options = PLAIN._replace(k_scale=np.ones((1, 1, 1), np.float32) if token_scales else None)
+    formats = Formats("bfloat16", name, name)
+    assert variant(pools(name, name, dims), formats, options).threads == 128
+
+
+@pytest.mark.parametrize(
+    ("dims", "name", "needed"),
+    [((653, 653), "bfloat16", 49208), ((346, 346), "float32", 49248)],
+)
+def test_head_dims_that_do_not_fit(dims, name, needed):
+    rows, formats = pools(name, name, dims), Formats("bfloat16", name, name)
+    text = (
+        f"k_pool: tiles of 16 tokens must fit 49152 bytes of shared memory on CUDA, got {needed} "
+        f"bytes for D = {dims[0]} in {name} and Dv = {dims[1]} in {name}; use device='cpu'"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        variant(rows, formats)
 
 
 def test_blocks_are_whole_warps():
     for d, dv in itertools.product((1, 31, 32, 33, 64, 65, 128, 129, 512), repeat=2):
-        threads = _plan.StepVariant(d, dv, False).threads
+        threads = _plan_cuda.StepVariant(d, dv, False).threads
         assert threads % 32 == 0
         assert threads == min(128, 32 * _plan.ceil_div(max(d, dv), 32))
 
 
 def test_splits_of_the_twins_fit():
-    assert _plan.SPLIT_TOKENS % _plan.CUDA_SPLIT_TOKENS == 0
-    assert _plan.CUDA_SPLIT_TOKENS % _plan.GROUP_TOKENS == 0
+    assert _plan.SPLIT_TOKENS % _plan_cuda.SPLIT_TOKENS == 0
+    assert _plan_cuda.SPLIT_TOKENS % _plan.GROUP_TOKENS == 0
+    assert _plan_cuda.SPLIT_TOKENS.bit_count() == 1
 
 
 def machine(driver=None, toolkit=True, implementation="NVIDIA"):

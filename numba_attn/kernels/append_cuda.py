@@ -12,13 +12,6 @@ from ._jit import cuda_function, cuda_kernel
 from .cuda import launch
 from .warp import WARP
 
-_ROUNDINGS = {
-    "bfloat16": recurrence.round_to_bfloat16,
-    "float16": recurrence.round_to_float16,
-    "float8_e4m3fn": recurrence.round_to_float8_e4m3fn,
-    "float8_e5m2": recurrence.round_to_float8_e5m2,
-}
-
 
 def append(tokens, pool, slots, formats, scale, computed):
     """Write the rows of tokens into their slots of a pool.
@@ -53,7 +46,7 @@ def append(tokens, pool, slots, formats, scale, computed):
 def _append_rows(plan):
     """Return the kernel for one `_append.Plan`."""
     source, target, mode, _, most = plan
-    load, narrow = warp.LOADERS[FORMATS[source]], _narrow(FORMATS[target])
+    load, narrow = warp.LOADERS[FORMATS[source]], warp.narrow(FORMATS[target])
 
     @cuda_function
     def largest_of(tokens, row, dim, lane, parts):
@@ -98,13 +91,3 @@ def _append_rows(plan):
                 pool[out + d] = narrow(recurrence.scaled_down(load(tokens, row + d), scale))
 
     return cuda_kernel(append_rows)
-
-
-def _narrow(name):
-    """Return the function that rounds a float32 into a format."""
-    if name == "float32":
-        return cuda_function(lambda x: x)
-    if name == "int8":
-        return recurrence.round_to_int8
-    rounding = _ROUNDINGS[name]
-    return cuda_function(lambda x: rounding(warp.float_bits(x)))

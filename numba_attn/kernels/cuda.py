@@ -94,16 +94,8 @@ def finalize(state, sinks, out, lse, dtype):
         flat = _arrays.flatten(out)
         where = rows_cuda.by_query((flat.offset, *flat.strides))
         queries = out.shape[1] if len(out.shape) == 4 else 1
-        args = (
-            state.m,
-            state.l,
-            state.o,
-            rows_cuda.locate(sinks, 1),
-            flat.memory,
-            where,
-            queries,
-            lse,
-        )
+        sinks_at = rows_cuda.locate(sinks, 1)
+        args = (state.m, state.l, state.o, flat.memory, where, queries, sinks_at, lse)
         _launch_rows(_finalize(dtype), state, *args)
 
 
@@ -350,22 +342,10 @@ def _merge_splits(part_m, part_l, part_o, starts, m, l, o):
 @functools.cache
 def _finalize(dtype):
     """Compile the kernel that normalises into a number format."""
-    rounding = {"bfloat16": recurrence.round_to_bfloat16, "float16": recurrence.round_to_float16}
-    if dtype == "float32":
-
-        @cuda_function
-        def encode(x):
-            return x
-
-    else:
-        round_to_dtype = rounding[dtype]
-
-        @cuda_function
-        def encode(x):
-            return round_to_dtype(warp.float_bits(x))
+    narrow = warp.narrow(dtype)
 
     @cuda_kernel
-    def finalize_rows(m, l, o, sinks, out, where, queries, lse):
+    def finalize_rows(m, l, o, out, where, queries, sinks, lse):
         row, head = _row_of_block(m.shape[1])
         to = rows_cuda.offset(where, row, queries, head)
         sink = recurrence.NEG_INF
@@ -373,7 +353,7 @@ def _finalize(dtype):
             sink = warp.load_float32(sinks[0] + head * sinks[1])
         m_all, l_all, factor = recurrence.with_sink(m[row, head], l[row, head], sink)
         for d in range(cuda.threadIdx.x, o.shape[2], WARP):
-            out[to + d] = encode(recurrence.normalise(o[row, head, d] * factor, l_all))
+            out[to + d] = narrow(recurrence.normalise(o[row, head, d] * factor, l_all))
         if cuda.threadIdx.x == 0:
             lse[row, head] = recurrence.log_sum_exp(m_all, l_all)
 

@@ -10,6 +10,7 @@ as float32, exactly, and NaN for a NaN.
 from numba import cuda
 
 from .. import _arrays, _device
+from . import recurrence
 from ._jit import cuda_function
 
 WARP = 32
@@ -207,3 +208,13 @@ else:
         x += cuda.shfl_xor_sync(_ALL_LANES, x, 2)
         x += cuda.shfl_xor_sync(_ALL_LANES, x, 1)
         return x
+
+
+def narrow(name):
+    """Return the function that rounds a float32 to the bits of a number format."""
+    if name == "float32":
+        return cuda_function(lambda x: x)
+    if name == "int8":
+        return recurrence.round_to_int8
+    rounding = getattr(recurrence, f"round_to_{name}")
+    return cuda_function(lambda x: rounding(float_bits(x)))
