@@ -50,11 +50,11 @@ def copy_all(dtype, size):
 
 @cuda_kernel
 def primitives(floats, places, found_integers, found_floats, bits, quotients):
-    """Load what is at places, (address, stride), and divide."""
+    """Load what is at places, (address, stride), or else i and floats[i]; divide."""
     i = cuda.threadIdx.x
     if i < found_integers.size:
-        found_integers[i] = warp.load_int32(places[0][0] + i * places[0][1])
-        found_floats[i] = warp.load_float32(places[1][0] + i * places[1][1])
+        found_integers[i] = warp.load_int32(places[0][0] + i * places[0][1], i)
+        found_floats[i] = warp.load_float32(places[1][0] + i * places[1][1], floats[i])
         bits[i] = warp.float_bits(floats[i])
         quotients[i] = warp.divide(2147483647 - i, 7)
 

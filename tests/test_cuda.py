@@ -250,14 +250,16 @@ def test_scalar_primitives():
     integers = to_device(np.array([-(2**31), -1, 0, 7, 2**31 - 1] * 4, np.int32)[::2])
     floats = np.array([0, -0.0, 1.5, -np.inf, np.nan, 1e-45, 3, 4, 5, 6], np.float32)
     backwards = to_device(floats[::-1])
-    places = [rows_cuda().locate(array, 1) for array in (integers, backwards)]
-    dtypes = np.int64, np.float32, np.uint32, np.int64
-    results = [to_device(np.zeros(10, dtype)) for dtype in dtypes]
-    twin().launch(_warp_kernels.primitives, 1, 32, to_device(floats), tuple(places), *results)
-    found_integers, found_floats, bits, quotients = map(_arrays.to_host, results)
-    assert found_integers.tolist() == read(integers).tolist()
-    assert_same_bits((found_floats, floats[::-1]), (bits, floats.view(np.uint32)))
-    assert quotients.tolist() == [(2**31 - 1 - i) // 7 for i in range(10)]
+    for arrays in ((integers, backwards), (None, None)):
+        places = tuple(rows_cuda().locate(array, 1) for array in arrays)
+        dtypes = np.int64, np.float32, np.uint32, np.int64
+        results = [to_device(np.zeros(10, dtype)) for dtype in dtypes]
+        twin().launch(_warp_kernels.primitives, 1, 32, to_device(floats), places, *results)
+        found_integers, found_floats, bits, quotients = map(_arrays.to_host, results)
+        expected = (range(10), floats) if arrays[0] is None else (read(integers), floats[::-1])
+        assert found_integers.tolist() == list(expected[0])
+        assert_same_bits((found_floats, expected[1]), (bits, floats.view(np.uint32)))
+        assert quotients.tolist() == [(2**31 - 1 - i) // 7 for i in range(10)]
 
 
 @in_simulator

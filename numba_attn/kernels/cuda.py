@@ -157,7 +157,7 @@ def _step_kernel(variant):
             k_factor *= rows_cuda.scale(where.k_scale, 0, 0, kv)
             v_factor = rows_cuda.scale(where.v_scale, 0, 0, kv)
         if biased:
-            slope = warp.load_float32(where.slopes[0] + head * where.slopes[1])
+            slope = warp.load_float32(where.slopes[0] + head * where.slopes[1], slope)
         return (k_factor, softcap, slope), v_factor
 
     @cuda_function
@@ -348,9 +348,7 @@ def _finalize(dtype):
     def finalize_rows(m, l, o, out, where, queries, sinks, lse):
         row, head = _row_of_block(m.shape[1])
         to = rows_cuda.offset(where, row, queries, head)
-        sink = recurrence.NEG_INF
-        if sinks[0]:
-            sink = warp.load_float32(sinks[0] + head * sinks[1])
+        sink = warp.load_float32(sinks[0] + head * sinks[1], recurrence.NEG_INF)
         m_all, l_all, factor = recurrence.with_sink(m[row, head], l[row, head], sink)
         for d in range(cuda.threadIdx.x, o.shape[2], WARP):
             out[to + d] = narrow(recurrence.normalise(o[row, head, d] * factor, l_all))

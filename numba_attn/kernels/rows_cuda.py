@@ -108,18 +108,19 @@ def offset(where, row, queries, head):
 @cuda_function
 def find(row, lists, sizes):
     """Return the sequence of a row, its `key_range`, and where its query stands in the tile."""
+    counts, starts, lens, firsts, query_starts = lists
     seq, queries = divide(row, sizes.queries), sizes.queries
     first_row = seq * queries
-    if lists.query_starts[0]:
-        seq = _last_at_most(row, lists.query_starts, sizes.num_seqs)
-        first_row = _number(lists.query_starts, seq, 0)
-        queries = _number(lists.query_starts, seq + 1, 0) - first_row
-    count = _number(lists.token_counts, seq, 0)
+    if query_starts[0]:
+        seq = _last_at_most(row, query_starts, sizes.num_seqs)
+        first_row = load_int32(query_starts[0] + seq * query_starts[1], 0)
+        queries = load_int32(query_starts[0] + (seq + 1) * query_starts[1], 0) - first_row
+    count = load_int32(counts[0] + seq * counts[1], 0)
     if row < first_row or row >= first_row + queries:
         count = 0  # of no sequence
-    start = _number(lists.starts, seq, 0)
-    seq_len = _number(lists.seq_lens, seq, start + count) - start
-    seq_start = _number(lists.seq_starts, seq, 0) - start
+    start = load_int32(starts[0] + seq * starts[1], 0)
+    seq_len = load_int32(lens[0] + seq * lens[1], start + count) - start
+    seq_start = load_int32(firsts[0] + seq * firsts[1], 0) - start
     query = seq_len - queries + row - first_row
     begin, end, origin = key_range(
         count, seq_start, seq_len, query, sizes.sliding_window, sizes.causal
@@ -128,18 +129,12 @@ def find(row, lists, sizes):
 
 
 @cuda_function
-def _number(place, i, default):
-    """Return number i of a list, or the default where there is no list."""
-    return load_int32(place[0] + i * place[1]) if place[0] else default
-
-
-@cuda_function
 def _last_at_most(x, place, count):
     """Return the last i in 0..count - 1 whose number is at most x, in an ascending list; or 0."""
     low, high = 0, count - 1
     while low < high:
         middle = (low + high + 1) >> 1
-        if _number(place, middle, 0) <= x:
+        if load_int32(place[0] + middle * place[1], 0) <= x:
             low = middle
         else:
             high = middle - 1
@@ -149,5 +144,4 @@ def _last_at_most(x, place, count):
 @cuda_function
 def scale(place, block, slot, head):
     """Return the scale of a token and head, or 1 where there are no scales."""
-    at = place[0] + block * place[1] + slot * place[2] + head * place[3]
-    return load_float32(at) if place[0] else ONE
+    return load_float32(place[0] + block * place[1] + slot * place[2] + head * place[3], ONE)

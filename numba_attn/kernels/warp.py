@@ -35,13 +35,13 @@ if SIMULATOR:
 
     LOADERS = {name: _loader(name) for name in _arrays.CARRIERS}
 
-    def load_int32(address):
-        """Return the int32 at an address in global memory, as int64."""
-        return ctypes.c_int32.from_address(int(address)).value
+    def load_int32(address, default):
+        """Return the int32 at an address in global memory, or the default where that is 0."""
+        return ctypes.c_int32.from_address(int(address)).value if address else default
 
-    def load_float32(address):
-        """Return the float32 at an address in global memory."""
-        return ctypes.c_float.from_address(int(address)).value
+    def load_float32(address, default):
+        """Return the float32 at an address in global memory, or the default where that is 0."""
+        return ctypes.c_float.from_address(int(address)).value if address else default
 
     def float_bits(x):
         """Return the bits of a float32 as uint32."""
@@ -127,27 +127,37 @@ else:
         "int8": _loader(_from_int8),
     }
 
-    def _at(builder, address, type):
-        """Return a pointer into global memory."""
-        return builder.inttoptr(address, ir.PointerType(type, _GLOBAL))
+    def _load_at(builder, address, type, default):
+        """Load from an address in global memory; give the default where the address is 0."""
+        before = builder.block
+        is_there = builder.icmp_unsigned("!=", address, ir.Constant(_I64, 0))
+        with builder.if_then(is_there):
+            pointer = builder.inttoptr(address, ir.PointerType(type, _GLOBAL))
+            x = builder.load(pointer, align=4)
+            x = x if type == default.type else builder.sext(x, default.type)
+            inside = builder.block
+        found = builder.phi(default.type)
+        found.add_incoming(default, before)
+        found.add_incoming(x, inside)
+        return found
 
     @intrinsic
-    def load_int32(typing_context, address):
-        """Return the int32 at an address in global memory, as int64."""
+    def load_int32(typing_context, address, default):
+        """Return the int32 at an address in global memory, or the default where that is 0."""
 
         def codegen(context, builder, signature, args):
-            return builder.sext(builder.load(_at(builder, args[0], _I32), align=4), _I64)
+            return _load_at(builder, args[0], _I32, args[1])
 
-        return types.int64(types.int64), codegen
+        return types.int64(types.int64, types.int64), codegen
 
     @intrinsic
-    def load_float32(typing_context, address):
-        """Return the float32 at an address in global memory."""
+    def load_float32(typing_context, address, default):
+        """Return the float32 at an address in global memory, or the default where that is 0."""
 
         def codegen(context, builder, signature, args):
-            return builder.load(_at(builder, args[0], _F32), align=4)
+            return _load_at(builder, args[0], _F32, args[1])
 
-        return types.float32(types.int64), codegen
+        return types.float32(types.int64, types.float32), codegen
 
     @intrinsic
     def float_bits(typing_context, x):
