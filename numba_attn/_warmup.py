@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _arrays, _validate
 from .api import finalize, step_tile
+from .append import append_kv
 from .state import AttentionState
 
 
@@ -26,7 +27,7 @@ def warmup(
 ) -> None:
     """Compile, or load from the cache, what a model's shape needs, so that no later call waits.
 
-    One kernel is compiled per (Hq / Hkv, D, Dv, dtypes, softcap, ALiBi, scales by token) and a few
+    One attention kernel is compiled per (Hq / Hkv, D, Dv, dtypes, softcap, ALiBi, scales by token) and a few
     for all; they stay on disk. Batch, queries per sequence, lengths, windows, sinks, block size and
     strides are run-time values: nothing compiles while a sequence grows.
 
@@ -84,3 +85,6 @@ def warmup(
         k_scale=scales,
     )
     finalize(state, dtype=dtype)
+    if device == "cpu":
+        row = np.zeros((1, num_kv_heads, head_dim), dtype)
+        append_kv(row, None, pool[..., :head_dim], None, [0])

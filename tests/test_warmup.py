@@ -85,6 +85,20 @@ def test_warmup_of_a_quantised_model_with_softcap():
     )
 
 
+def test_warmup_of_append():
+    run(
+        "import numba_attn, numpy as np\n"
+        "from numba_attn.kernels import append_cpu\n"
+        "numba_attn.warmup(8, 2, 32)\n"
+        "compiled = [f for f in vars(append_cpu).values() if getattr(f, 'signatures', None)]\n"
+        "assert compiled\n"
+        "before = [len(f.signatures) for f in compiled]\n"
+        "k, pool = np.zeros((3, 2, 32), 'f4'), np.zeros((3, 5, 2, 32), 'i1')\n"
+        "numba_attn.append_kv(k, k, pool, pool.copy(), [4, -1, 7], k_scale=0.1, v_scale=0.2)\n"
+        "assert [len(f.signatures) for f in compiled] == before\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [((8, 3, 32), "multiple of Hkv"), ((0, 1, 32), "num_q_heads"), ((8, 2, 0), "head_dim")],
