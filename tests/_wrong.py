@@ -212,8 +212,8 @@ PAGED = [
 TILE = [
     kind("state: expected an AttentionState, got NoneType; make one with Attent", state=None),
     value(
-        "state: expected [queries, Hq, Dv] = (2, 4, 6) from q and v_pool, got (2, 4, 8); make one with "
-        "AttentionState.like(q, v_pool)",
+        "state: expected [queries, Hq, Dv] = (2, 4, 6) from q and v_pool, got (2, 4, 8); make one "
+        "with AttentionState.like(q, v_pool)",
         state=lambda g: AttentionState(S, Hq, D),
     ),
     value("tile_blocks: expected shape [S, T] with S = 2, a row per", tile_blocks=[3, 1]),
@@ -252,8 +252,8 @@ MERGE = [
         other=lambda g: g.state,
     ),
     value(
-        "other: expected [queries, Hq, Dv] = (2, 4, 6) as in state, got (2, 4, 8); pass a state of the "
-        "same queries",
+        "other: expected [queries, Hq, Dv] = (2, 4, 6) as in state, got (2, 4, 8); pass a state of "
+        "the same queries",
         other=lambda g: AttentionState(S, Hq, D),
     ),
     value(
