@@ -28,8 +28,8 @@ def warmup(
     """Compile, or load from the cache, what a model's shape needs, so that no later call waits.
 
     One attention kernel is compiled per (Hq / Hkv, D, Dv, dtypes, softcap, ALiBi, scales by token)
-    and a few for all; they stay on disk. Batch, queries per sequence, lengths, windows, sinks, block
-    size and strides are run-time values: nothing compiles while a sequence grows.
+    and a few for all; they stay on disk. Batch, queries per sequence, lengths, windows, sinks,
+    block size and strides are run-time values: nothing compiles while a sequence grows.
 
     Parameters
     ----------
