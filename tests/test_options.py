@@ -86,7 +86,8 @@ def test_alone(backend, name):
 @pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
 def test_pairs(backend, pair):
     options = ALONE[pair[0]] | ALONE[pair[1]]
-    check_attention(backend, draw(LENS, num_kv_heads=1, seed=1, **options), 4, blocks_per_tile=2)
+    seqs = draw(LENS, num_kv_heads=1, seed=1, **options)
+    check_attention(backend, seqs.rows(0) if TINY else seqs, 4, blocks_per_tile=2)
 
 
 # What shapes compiled code: few, as each is compiled.
@@ -148,7 +149,7 @@ def cases(draw_from):
     return draw(lens, seed=seed, **{n: x for n, x in options.items() if x is not None}, **compiled)
 
 
-@settings(max_examples=10 if TINY else 50)
+@settings(max_examples=7 if TINY else 50)
 @given(cases(), st.integers(1, 20), st.integers(1, 8), st.randoms())
 def test_any_set_of_options_in_any_tiles(backend, seqs, block_size, blocks, random):
     paged = place(seqs, block_size)
