@@ -208,12 +208,31 @@ def _step_kernel(variant):
         return s
 
     @cuda_function
+    def score(scores, query, k_tile, count, thread, shape, scales, first, distance):
+        """Write the logits of a tile, a warp for each token; it begins `first` tokens on."""
+        lane, own_warp = thread & (WARP - 1), thread // WARP
+        for turn in range(tokens_per_warp):
+            t = own_warp + turn * warps
+            if t < count:
+                s = warp.warp_sum(dot(query, k_tile, t, lane))
+                if lane == 0:
+                    scores[t] = logit(s, shape, scales, first + t, distance)
+
+    @cuda_function
     def add_values(x, weights, v_tile, d, count):
         """Return x + p . v for one column."""
         for t in range(TILE):
             if t < count:
                 x += weights[t] * load_v(v_tile, t * v_head_dim + d)
         return x
+
+    @cuda_function
+    def accumulate(o_split, rescale, weights, v_tile, count, thread):
+        """Bring o to the new maximum and add p . v, column by column."""
+        for turn in range(columns_per_thread):
+            d = thread + turn * threads
+            if d < v_head_dim:
+                o_split[d] = add_values(o_split[d] * rescale, weights, v_tile, d, count)
 
     def step(q, k_pool, v_pool, tables, where, lists, sizes, factors, m, l, o):
         query = cuda.shared.array(head_dim, np.float32)
@@ -228,7 +247,6 @@ def _step_kernel(variant):
         v_weights = cuda.shared.array(TILE, np.float32) if token_scales else weights
         o_split = cuda.shared.array(v_head_dim, np.float32)
         thread = cuda.threadIdx.x
-        lane, own_warp = thread & (WARP - 1), thread // WARP
         row, head = _row_of_block(sizes.num_q_heads)
         seq, begin, end, origin, place = rows_cuda.find(row, lists, sizes)
         if begin == end:
@@ -255,12 +273,8 @@ def _step_kernel(variant):
                 stage(v_tile, v_head_dim, v_width, v_pool, v_rows, first, count, thread)
                 cuda.syncthreads()
                 # score
-                for turn in range(tokens_per_warp):
-                    t = own_warp + turn * warps
-                    if t < count:
-                        s = warp.warp_sum(dot(query, k_tile, t, lane))
-                        if lane == 0:
-                            scores[t] = logit(s, shape, k_scales, first + t, low - place)
+                distance = low - place
+                score(scores, query, k_tile, count, thread, shape, k_scales, first, distance)
                 cuda.syncthreads()
                 # absorb
                 m_new = _largest(m2, scores, count)
@@ -272,10 +286,7 @@ def _step_kernel(variant):
                 rescale = recurrence.weight(m2, m_new)
                 m2, l2 = m_new, _total(l2 * rescale, weights, count)
                 # accumulate
-                for turn in range(columns_per_thread):
-                    d = thread + turn * threads
-                    if d < v_head_dim:
-                        o_split[d] = add_values(o_split[d] * rescale, v_weights, v_tile, d, count)
+                accumulate(o_split, rescale, v_weights, v_tile, count, thread)
                 cuda.syncthreads()
             # store
             for d in range(thread, v_head_dim, threads):
