@@ -1,5 +1,6 @@
 """Addresses: 64-bit offsets, not a byte outside the valid tokens, no use of freed memory."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -129,3 +130,20 @@ def test_partials_take_bounded_memory_and_the_same_bits(cpu, monkeypatch):
     assert_same_bits(*zip(whole, parts, strict=True))
     assert len(taken) > 5
     assert max(shape[0] for shape in taken) <= 4
+
+
+@pytest.mark.parametrize("given", [("k_scale",), ("v_scale",), ("k_scale", "v_scale")])
+def test_scales_that_kernels_read_by_address_stay(given):
+    """The factor that was not given is 1, wherever it is kept, after other memory has come."""
+    from numba_attn._call import Formats, Options
+    from numba_attn.kernels import scaling
+
+    shape = (2, 4, 3)
+    scales = {name: np.full(shape, 1.0, np.float32) for name in given}
+    found = scaling.scaling_of(Options(scale=1.0, **scales), Formats(), 1, shape)
+    others = [np.full(size, 7.0, np.float32) for size in (1, 3, 24) for _ in range(100)]
+    for address, *strides in (found.k_tokens, found.v_tokens):
+        for place in np.ndindex(shape):
+            where = address + int(np.dot(strides, place))
+            assert ctypes.c_float.from_address(where).value == 1.0
+    assert others

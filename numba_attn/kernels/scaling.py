@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import logits, recurrence
+from . import logits
 from ._formats import FORMATS, number
+
+_ONE = np.ones(1, np.float32)  # kernels read it by address: it must outlive every call
 
 
 def locate(array):
@@ -45,7 +47,7 @@ def scaling_of(options, formats, gqa, shape):
     for which, (scale, common) in enumerate(
         zip((options.k_scale, options.v_scale), _common(options.scale, formats), strict=True)
     ):
-        scale = recurrence.ONE if scale is None else scale
+        scale = _ONE if scale is None else scale
         heads[:, which] = common if by_token else scale * common
         every = np.broadcast_to(scale, shape) if by_token else None
         tokens.append(_locate_all(every) if by_token else (0, 0, 0, 0))
