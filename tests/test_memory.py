@@ -143,7 +143,7 @@ def test_scales_that_kernels_read_by_address_stay(given):
     found = scaling.scaling_of(Options(scale=1.0, **scales), Formats(), 1, shape)
     others = [np.full(size, 7.0, np.float32) for size in (1, 3, 24) for _ in range(100)]
     for address, *strides in (found.k_tokens, found.v_tokens):
-        for place in np.ndindex(shape):
-            where = address + int(np.dot(strides, place))
+        for index in np.ndindex(shape):
+            where = address + int(np.dot(strides, index))
             assert ctypes.c_float.from_address(where).value == 1.0
     assert others
