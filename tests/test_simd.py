@@ -117,6 +117,8 @@ CODES |= {name: np.arange(2**16, dtype=np.uint16) for name in ("float16", "bfloa
 @pytest.mark.parametrize("name", CODES)
 def test_every_code_is_widened_exactly(name, has_half, monkeypatch):
     """NaN is NaN; also without instructions for float16."""
+    if has_half and not _formats._has_half():
+        pytest.skip("the CPU that this is compiled for has no instructions for float16")
     monkeypatch.setattr(_formats, "_has_half", lambda: has_half)
     kernel.cache_clear()
     format = _formats.number(name)
