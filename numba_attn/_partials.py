@@ -34,7 +34,8 @@ def log_of(base: Any) -> float:
 def to_parts(out: Array, lse: Array, base: Any) -> Parts:
     """Check a partial result; return the state whose o / l and log-sum-exp it is.
 
-    Where the natural logarithm has no float32, l is not 1 but makes up for the difference.
+    Where the natural logarithm has no float32, l is not 1 but makes up for the difference; up to a
+    factor e: beyond 2^24 float32 does not tell logits apart, and -1e30 is some kernels' -inf.
     """
     log = log_of(base)
     values, sums = _host_floats("out", out), _host_floats("lse", lse)
@@ -49,7 +50,7 @@ def to_parts(out: Array, lse: Array, base: Any) -> Parts:
     with np.errstate(over="ignore", invalid="ignore"):
         m = exact.astype(np.float32)
         empty = np.isinf(m)
-        l = np.where(empty, 0.0, np.exp(exact - m)).astype(np.float32)
+        l = np.where(empty, 0.0, np.exp(np.clip(exact - m, -1, 1))).astype(np.float32)
         o = values.reshape(*m.shape, head_dim).astype(np.float64) * l[..., None]
         o[empty] = 0.0
         m[empty] = -np.inf

@@ -369,5 +369,6 @@ def finalize(
     if out is not None:
         _validate.out_device(_device.home(out=out), state.device)
         expected = _arrays.result_dtype(state.device, dtype)
-        _validate.out(out, tuple(state.o.shape), expected, {"state": state.buffer})
+        given = {"state": state.buffer, "sinks": sinks}
+        _validate.out(out, tuple(state.o.shape), expected, given)
     return _run.finish(state, state.device, tuple(state.o.shape), dtype, sinks, return_lse, out)

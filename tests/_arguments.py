@@ -92,6 +92,11 @@ def out_over_the_lengths(given):
     return {"seq_lens": given.out.view(np.int16)[:, 0, 0]}
 
 
+def sinks_in_out(given):
+    out = np.zeros((S, Hq, Dv), np.float32)
+    return {"out": out, "sinks": out[0, 0, :Hq]}
+
+
 def contiguous_caches(given):
     return {"block_tables": None, "q": given.q[[0, 1, 0, 1, 0]], "seq_lens": [1, 2, 3, 4, 0]}
 

@@ -274,6 +274,7 @@ FINALIZE = [
     kind("out: expected a NumPy array or a CUDA array, got list", out=[[0]]),
     value("out: expected shape (2, 4, 6), that of q with Dv, got (1,", out=lambda g: g.out[:1]),
     value("out: must be writable, got a read-only", out=lambda g: make.read_only(g.out)),
+    value("out: must not overlap sinks", make.sinks_in_out, dtype="float32"),
     value(
         "out: must not overlap state, got a view of its memory; pass an array of its own",
         out=lambda g: g.state.buffer.view(BF16)[: S * Hq * Dv].reshape(S, Hq, Dv),

@@ -308,3 +308,17 @@ def test_formats_are_all_that_the_package_takes():
     assert tuple(_arrays.CARRIERS) == FORMATS
     assert {dtype_of(name).itemsize for name in EIGHT_BITS} == {1}
     assert dtype_of("float8_e5m2") == ml_dtypes.float8_e5m2
+
+
+def test_scales_of_tokens_magnify_what_the_pair_dot_product_would_flush(cpu):
+    """q . k is subnormal, and the tokens' scales make moderate logits of it."""
+    rng = np.random.default_rng(0)
+    q = (rng.standard_normal((1, 2, 32)) * 2.0**-120).astype(ml_dtypes.bfloat16)
+    keys = (rng.standard_normal((20, 1, 1, 32)) * 2.0**-7).astype(ml_dtypes.float8_e5m2)
+    values, table = np.ones(keys.shape, np.float32), np.arange(20)[None]
+    tokens = np.full(keys.shape[:3], 2.0**127, np.float32)
+    lse = cpu.paged_attention(
+        q, keys, values, table, [20], scale=1.0, k_scale=tokens, return_lse=True
+    )[1]
+    logits = q.astype(float)[0] @ keys.astype(float)[:, 0, 0].T * 2.0**127
+    np.testing.assert_allclose(lse[0], np.log(np.exp(logits).sum(axis=1)), rtol=1e-4)

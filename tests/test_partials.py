@@ -2,6 +2,7 @@
 
 import math
 
+import _backends
 import ml_dtypes
 import numpy as np
 import pytest
@@ -307,3 +308,17 @@ def test_a_partial_on_a_device_stays_there():
     state = AttentionState.from_partial(out, lse, base="2")
     assert state.device == "cuda"
     assert all(_device.is_device_array(x) for base in BASES for x in state.to_partial(base=base))
+
+
+@pytest.mark.parametrize("base", ["e", "2"])
+@pytest.mark.parametrize("lse", [-1e30, -0.9667e10, 1.0333e10, 1e30])
+def test_a_large_lse_is_a_state_like_any_other(base, lse):
+    """Some kernels write -1e30 for -inf: merged, it is nothing, and it never becomes NaN."""
+    out = np.ones((1, 1, 2), np.float32)
+    given = AttentionState.from_partial(out, np.array([[lse]]), base=base)
+    back, sums = given.to_partial(base=base)
+    np.testing.assert_array_equal(back, out)
+    np.testing.assert_allclose(sums, lse, rtol=1e-6)
+    state = AttentionState.from_partial(2 * out, np.array([[1.0]]), base=base)
+    _backends.get("cpu").merge(state, given)
+    assert (state.to_partial(base=base)[0] == (2 if lse < 0 else 1)).all()

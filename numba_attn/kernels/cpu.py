@@ -142,9 +142,9 @@ def _attend_items(gqa, head_dim, v_head_dim, formats, options):
     tile_tokens, lanes = logits.tile_tokens(gqa), logits.head_tiles(gqa) * LANES
     logits_size = logits.logits_size(gqa)
     scaled = int(options & logits.SCALED > 0)
-    pairs = has_pair_dot() and q_format == BFLOAT16 and has_pairs(k_format)
     # What a token's own scale may magnify must not have been counted as 0.
-    pair_dot = int(pairs and not (scaled and k_format == BFLOAT16))
+    pairs = q_format == BFLOAT16 and has_pairs(k_format) and not scaled
+    pair_dot = int(pairs and has_pair_dot())
     # Tokens per load and store of o: few keep the reads in address order, many save arithmetic,
     # which is the limit from 5 heads on.
     strip = 8 if gqa <= 4 else GROUP

@@ -198,9 +198,9 @@ def _step_kernel(variant):
     def logit(s, shape, scales, t, distance):
         """Return q . k as a logit: scaled, capped, biased."""
         factor, softcap, slope = shape
-        s *= factor
         if token_scales:
-            s *= scales[t]
+            factor *= scales[t]
+        s *= factor
         if capped:
             s = recurrence.softcapped(s, softcap)
         if biased:
