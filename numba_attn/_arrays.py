@@ -16,7 +16,7 @@ from ._types import Array, HostArray
 
 UINT16 = np.dtype(np.uint16)
 
-CARRIERS = {
+CARRIERS: dict[str, np.dtype[Any]] = {
     "bfloat16": UINT16,
     "float16": UINT16,
     "float32": np.dtype(np.float32),

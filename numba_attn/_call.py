@@ -41,6 +41,7 @@ class Options(NamedTuple):
     alibi_slopes: Array | None = None  # float32 [Hq]
     k_scale: Array | None = None  # float32 [Hkv] or [N, B, Hkv]
     v_scale: Array | None = None
+    kernel: str = "auto"  # of CUDA: "simple", "split", or what suits
 
     def token_scales(self) -> bool:
         """Tell whether each token has scales of its own."""

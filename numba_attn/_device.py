@@ -5,10 +5,13 @@ The data decides; an explicit request never falls back silently, and the error s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import platform
+import threading
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -114,6 +117,25 @@ def require_cuda() -> None:
             "with an NVIDIA driver, set NUMBA_ENABLE_CUDASIM=1 for the simulator, or use "
             "device='cpu'"
         )
+
+
+_streams = threading.local()
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Launch what a thread launches within on a stream, as `as_stream` gives it."""
+    before = stream_in_use()
+    _streams.current = stream
+    try:
+        yield
+    finally:
+        _streams.current = before
+
+
+def stream_in_use() -> Any:
+    """Return the stream of this thread's launches; 0 is the default stream."""
+    return getattr(_streams, "current", 0)
 
 
 @functools.cache

@@ -73,6 +73,7 @@ class AttentionState:
         )
         self.device: str = _device.resolve(device, home="cpu")
         rows = num_queries * num_q_heads
+        self.scratch: dict[str, Array] = {}  # of a backend: what a step needs again and again
         self._buffer: Array = _arrays.empty(self.device, (rows * (head_dim + 2),), np.float32)
         self._m: Array = self._buffer[:rows].reshape(num_queries, num_q_heads)
         self._l: Array = self._buffer[rows : 2 * rows].reshape(num_queries, num_q_heads)

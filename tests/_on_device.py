@@ -20,6 +20,10 @@ def rows_cuda():
     return importlib.import_module("numba_attn.kernels.rows_cuda")
 
 
+def step_cuda():
+    return importlib.import_module("numba_attn.kernels.step_cuda")
+
+
 def dtype_of(name):
     """Return the dtype of a number format."""
     return np.dtype(getattr(ml_dtypes, name, name))

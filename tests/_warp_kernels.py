@@ -5,13 +5,8 @@ import functools
 import numpy as np
 from numba import cuda
 
-from numba_attn.kernels import rows_cuda, warp
+from numba_attn.kernels import rows_cuda, shares, warp
 from numba_attn.kernels._jit import cuda_kernel
-
-
-@cuda_kernel
-def sums(x, out):
-    out[cuda.threadIdx.x] = warp.warp_sum(x[cuda.threadIdx.x])
 
 
 @functools.cache
@@ -76,12 +71,15 @@ def unwritten(floats, bits):
         bits[i] = some_bits[i // 2, i % 2]
 
 
+largest = shares.lanes_max(32)
+
+
 @cuda_kernel
 def failing(in_warp, culprit):
     if cuda.threadIdx.x == culprit:
         1 / 0  # noqa: B018 (the failure)
     if in_warp:
-        warp.warp_sum(1.0)
+        largest(1.0)
     else:
         cuda.syncthreads()
 

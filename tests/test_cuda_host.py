@@ -72,7 +72,7 @@ def variant(rows, formats=BFLOAT16, options=PLAIN):
 def test_rows_of_16_bytes_are_loaded_wide(k_format, v_format):
     formats = Formats("float16", k_format, v_format)
     found = variant(pools(k_format, v_format), formats)
-    assert found == (64, 128, True, formats, False, False, False)
+    assert found == _plan_cuda.StepVariant(64, 128, True, formats)
     aligned = pools(k_format, v_format)[0]._replace(strides=(0, 0, 0))
     assert aligned.wide
 
@@ -111,26 +111,30 @@ def test_options_that_are_on_are_compiled_in():
         ({"k_scale": numbers, "v_scale": tokens}, (False, False, True)),
         ({"k_scale": tokens}, (False, False, True)),
     ):
-        assert variant(pools(), options=PLAIN._replace(**used))[4:] == expected
+        assert variant(pools(), options=PLAIN._replace(**used))[4:7] == expected
 
 
 @pytest.mark.parametrize(
     ("dims", "name", "token_scales"),
     [
         ((576, 512), "bfloat16", True),
-        ((652, 652), "float16", False),
-        ((345, 345), "float32", False),
+        ((592, 592), "float16", False),
+        ((320, 320), "float32", False),
     ],
 )
-def test_the_largest_head_dims_that_fit(dims, name, token_scales):
+def test_large_head_dims_that_fit(dims, name, token_scales):
     options = PLAIN._replace(k_scale=np.ones((1, 1, 1), np.float32) if token_scales else None)
     formats = Formats("bfloat16", name, name)
-    assert variant(pools(name, name, dims), formats, options).threads == 128
+    found = variant(pools(name, name, dims), formats, options)
+    assert (found.threads, found.tile, found.stages) == (128, 16, 1)
+    assert found.shared_bytes <= _plan_cuda.SHARED_BYTES
+    for gqa in (1, 2, 16):
+        assert _plan_cuda.split_variant(found, gqa, True).shared_bytes <= _plan_cuda.SHARED_BYTES
 
 
 @pytest.mark.parametrize(
     ("dims", "name", "needed"),
-    [((653, 653), "bfloat16", 49208), ((346, 346), "float32", 49248)],
+    [((640, 640), "bfloat16", 50332), ((336, 336), "float32", 49948)],
 )
 def test_head_dims_that_do_not_fit(dims, name, needed):
     rows, formats = pools(name, name, dims), Formats("bfloat16", name, name)
@@ -144,9 +148,58 @@ def test_head_dims_that_do_not_fit(dims, name, needed):
 
 def test_blocks_are_whole_warps():
     for d, dv in itertools.product((1, 31, 32, 33, 64, 65, 128, 129, 512), repeat=2):
-        threads = _plan_cuda.StepVariant(d, dv, False).threads
-        assert threads % 32 == 0
-        assert threads == min(128, 32 * _plan.ceil_div(max(d, dv), 32))
+        assert _plan_cuda.StepVariant(d, dv, False).threads in (32, 64, 128)
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_every_number_of_a_row_is_dealt_once(width):
+    for length in range(1, 600):
+        deal = _plan_cuda.deal(length, width)
+        pieces = [
+            lane + part * deal.lanes for lane in range(deal.lanes) for part in range(deal.parts)
+        ]
+        assert set(range(deal.pieces)) <= set(pieces)
+        assert len(set(pieces)) == len(pieces)
+        assert 0 <= deal.pieces * width - length < width
+        assert deal.lanes in (1, 2, 4, 8, 16, 32)
+        assert deal.parts == 1 or deal.lanes == 32
+
+
+def test_heads_are_cut_into_groups_that_registers_and_memory_hold():
+    for gqa, d, name in itertools.product(range(1, 73), (16, 64, 128, 256, 512), ITEMSIZES):
+        simple = _plan_cuda.StepVariant(d, d, True, Formats("bfloat16", name, name))
+        if simple.shared_bytes > _plan_cuda.SHARED_BYTES:
+            continue
+        found = _plan_cuda.split_variant(simple, gqa, True)
+        groups = _plan.ceil_div(gqa, found.heads)
+        assert groups * found.heads < gqa + groups, "no group without a head"
+        assert found.tile == simple.tile, "a tile decides the bits"
+        assert found.threads == simple.threads
+        assert found.shared_bytes <= _plan_cuda.SHARED_BYTES
+        assert found.stages.bit_count() == 1
+        if d <= 128:
+            assert found.heads >= min(gqa, 5)
+            assert found.stages > 1 or name == "float32"
+
+
+def test_the_kernel_is_chosen_by_what_there_is_to_split():
+    for tokens, window, expected in (
+        (_plan_cuda.SPLIT_TOKENS, 0, "simple"),
+        (_plan_cuda.SPLIT_TOKENS + 1, 0, "split"),
+        (100_000, 1, "split"),
+    ):
+        most = _plan_cuda.most_splits(tokens, PLAIN._replace(sliding_window=window))
+        assert _plan_cuda.kernel_name("auto", most) == expected
+
+
+def test_a_window_lies_in_as_many_splits_as_are_counted():
+    split = _plan_cuda.SPLIT_TOKENS
+    for window in (1, 2, split - 1, split, split + 1, 5 * split):
+        most = _plan_cuda.most_splits(10**6, PLAIN._replace(sliding_window=window))
+        touched = [
+            (end - 1) // split - (end - window) // split + 1 for end in range(window, 9 * split)
+        ]
+        assert max(touched) <= most <= max(touched) + 1
 
 
 def test_splits_of_the_twins_fit():

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 from _bound import assert_same_bits
-from _on_device import dtype_of, places_of, read, reads_wide, rows_cuda, to_device, twin
+from _on_device import (
+    dtype_of,
+    places_of,
+    read,
+    reads_wide,
+    rows_cuda,
+    step_cuda,
+    to_device,
+    twin,
+)
 
 import numba_attn
 from numba_attn import AttentionState, _arrays, _plan
@@ -71,7 +80,9 @@ def test_rows_find_the_keys_that_the_plan_gives(several, window, causal):
         expected = np.stack(_plan.key_ranges(tile, window, causal), axis=1)
         lists = [None if x is None else to_device(x) for x in tile[1:6]]
         places = rows_cuda().Lists(*(rows_cuda().locate(x, 1) for x in lists))
-        sizes = rows_cuda().Sizes(2, 1, 16, num_seqs, queries or 1, window, int(causal))
+        sizes = rows_cuda().Sizes(
+            len(expected), 2, 1, 16, num_seqs, queries or 1, window, int(causal)
+        )
         found = to_device(np.full(expected.shape, -1, np.int64))
         twin().launch(_warp_kernels.find_rows, len(expected), 1, places, sizes, found)
         assert _arrays.to_host(found).tolist() == expected.tolist()
@@ -264,7 +275,7 @@ def test_what_is_outside_the_window_is_never_looked_up():
 
 
 def test_options_of_run_time_compile_nothing():
-    twin()._step_kernel.cache_clear()
+    step_cuda().simple.cache_clear()
     args = cache(lens=(9, 3), heads=(2, 1))
     numba_attn.paged_attention(*args, device="cuda")
     for options in (
@@ -277,9 +288,9 @@ def test_options_of_run_time_compile_nothing():
         {"scale": 0.1},
     ):
         numba_attn.paged_attention(*args, **options, device="cuda")
-    assert twin()._step_kernel.cache_info().misses == 1
+    assert step_cuda().simple.cache_info().misses == 1
     numba_attn.paged_attention(*args, softcap=3.0, device="cuda")
-    assert twin()._step_kernel.cache_info().misses == 2
+    assert step_cuda().simple.cache_info().misses == 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

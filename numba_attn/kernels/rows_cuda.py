@@ -11,6 +11,8 @@ from ._jit import cuda_function, shared
 from .recurrence import ONE
 from .warp import divide, load_float32, load_int32
 
+SPLIT = _plan_cuda.SPLIT_TOKENS
+
 
 class Places(NamedTuple):
     """Where arrays are: an offset in elements, or an address, and the strides."""
@@ -37,6 +39,7 @@ class Lists(NamedTuple):
 class Sizes(NamedTuple):
     """What is the same for all rows."""
 
+    num_rows: int
     num_q_heads: int
     gqa: int
     block_size: int
@@ -126,6 +129,15 @@ def find(row, lists, sizes):
         count, seq_start, seq_len, query, sizes.sliding_window, sizes.causal
     )
     return seq, begin, end, origin, query
+
+
+@cuda_function
+def splits_of(row, lists, sizes, skip, most):
+    """Return the first of a row's splits after `skip` of them, and how many: at most so many."""
+    _, begin, end, origin, _ = find(row, lists, sizes)
+    first = divide(begin - origin, SPLIT)
+    count = divide(end - origin + SPLIT - 1, SPLIT) - first if end > begin else 0
+    return first + skip, min(max(count - skip, 0), most)
 
 
 @cuda_function

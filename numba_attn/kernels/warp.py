@@ -7,7 +7,7 @@ LOADERS has one function per number format: it returns element i of an array of 
 as float32, exactly, and NaN for a NaN.
 """
 
-from numba import cuda
+import functools
 
 from .. import _arrays, _device
 from . import recurrence
@@ -21,7 +21,8 @@ if SIMULATOR:
 
     import numpy as np
 
-    from ._simulator import exchange
+    from ._simulator import begun_copies
+    from ._simulator import function_cuda as cuda
 
     def _loader(name):
         carrier = _arrays.CARRIERS[name]
@@ -51,6 +52,10 @@ if SIMULATOR:
         """Return a // b for a in 0..2^31 - 1 and b in 1..2^31 - 1, without a 64-bit division."""
         return a // b
 
+    def blend(x, a, y, b):
+        """Return x * a + y * b."""
+        return x * a + y * b
+
     def copy_16_bytes(tile, to, rows, start):
         """Copy 16 bytes of elements from global to shared memory, both aligned to 16 bytes."""
         elements = 16 // tile.itemsize
@@ -62,77 +67,96 @@ if SIMULATOR:
         """Copy one element from global to shared memory."""
         tile[to] = rows[start]
 
-    def warp_sum(x):
-        """Return the sum over the lanes of the warp, the same in every lane."""
-        return sum(exchange(x))
+    def start_copy(tile, to, rows, start):
+        """Begin `copy_16_bytes`; it is done when a `waiter` says so, here not before."""
+        rows[start + 16 // tile.itemsize - 1]  # is there
+        begun_copies()[-1].append((tile, to, rows, start))
+
+    def end_copies():
+        """End a group of copies."""
+        begun_copies().append([])
+
+    def waiter(groups):
+        """Return the function that waits until at most so many last groups are under way."""
+
+        def wait_for_copies():
+            begun = begun_copies()
+            while len(begun) - 1 > groups:
+                for copy in begun.pop(0):
+                    copy_16_bytes(*copy)
+
+        return wait_for_copies
 
 else:
     from llvmlite import ir
+    from numba import cuda
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
-    _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-    _F16, _F32 = ir.HalfType(), ir.FloatType()
-    _16_BYTES = ir.VectorType(_I32, 4)
-    _GLOBAL, _SHARED = 1, 3  # address spaces
-    _ALL_LANES = 0xFFFFFFFF
+    I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+    F16, F32 = ir.HalfType(), ir.FloatType()
+    _16_BYTES = ir.VectorType(I32, 4)
+    WIDE = 16  # bytes
+    GLOBAL, SHARED = 1, 3  # address spaces
+    ALL_LANES = 0xFFFFFFFF
 
-    def _element(context, builder, signature, args, position):
+    def element(context, builder, signature, args, position):
         """Return a pointer to element args[position + 1] of array args[position]."""
         array = context.make_array(signature.args[position])(context, builder, args[position])
         return builder.gep(array.data, [args[position + 1]])
 
     def _from_bfloat16(builder, bits):
-        wide = builder.shl(builder.zext(bits, _I32), ir.Constant(_I32, 16))
-        return builder.bitcast(wide, _F32)
+        wide = builder.shl(builder.zext(bits, I32), ir.Constant(I32, 16))
+        return builder.bitcast(wide, F32)
 
     def _from_float16(builder, bits):
-        return builder.fpext(builder.bitcast(bits, _F16), _F32)
+        return builder.fpext(builder.bitcast(bits, F16), F32)
 
     def _from_float32(builder, x):
         return x
 
     def _from_float8_e4m3fn(builder, bits):
         """Give the bits to a float16, whose exponents begin 8 lower; 0x7F and 0xFF are NaN."""
-        wide = builder.shl(builder.sext(bits, _I16), ir.Constant(_I16, 7))
-        half = builder.and_(wide, ir.Constant(_I16, 0xBFFF))
-        x = builder.fmul(_from_float16(builder, half), ir.Constant(_F32, 256.0))
-        magnitude = builder.and_(bits, ir.Constant(_I8, 0x7F))
-        is_nan = builder.icmp_unsigned("==", magnitude, ir.Constant(_I8, 0x7F))
-        return builder.select(is_nan, ir.Constant(_F32, float("nan")), x)
+        wide = builder.shl(builder.sext(bits, I16), ir.Constant(I16, 7))
+        half = builder.and_(wide, ir.Constant(I16, 0xBFFF))
+        x = builder.fmul(_from_float16(builder, half), ir.Constant(F32, 256.0))
+        magnitude = builder.and_(bits, ir.Constant(I8, 0x7F))
+        is_nan = builder.icmp_unsigned("==", magnitude, ir.Constant(I8, 0x7F))
+        return builder.select(is_nan, ir.Constant(F32, float("nan")), x)
 
     def _from_float8_e5m2(builder, bits):
-        half = builder.shl(builder.zext(bits, _I16), ir.Constant(_I16, 8))
+        half = builder.shl(builder.zext(bits, I16), ir.Constant(I16, 8))
         return _from_float16(builder, half)
 
     def _from_int8(builder, bits):
-        return builder.sitofp(bits, _F32)
+        return builder.sitofp(bits, F32)
 
     def _loader(widen):
         @intrinsic
         def load(typing_context, bits, i):
             def codegen(context, builder, signature, args):
-                return widen(builder, builder.load(_element(context, builder, signature, args, 0)))
+                return widen(builder, builder.load(element(context, builder, signature, args, 0)))
 
             return types.float32(bits, types.int64), codegen
 
         return load
 
-    LOADERS = {
-        "bfloat16": _loader(_from_bfloat16),
-        "float16": _loader(_from_float16),
-        "float32": _loader(_from_float32),
-        "float8_e4m3fn": _loader(_from_float8_e4m3fn),
-        "float8_e5m2": _loader(_from_float8_e5m2),
-        "int8": _loader(_from_int8),
+    WIDENERS = {
+        "bfloat16": _from_bfloat16,
+        "float16": _from_float16,
+        "float32": _from_float32,
+        "float8_e4m3fn": _from_float8_e4m3fn,
+        "float8_e5m2": _from_float8_e5m2,
+        "int8": _from_int8,
     }
+    LOADERS = {name: _loader(widen) for name, widen in WIDENERS.items()}
 
     def _load_at(builder, address, type, default):
         """Load from an address in global memory; give the default where the address is 0."""
         before = builder.block
-        is_there = builder.icmp_unsigned("!=", address, ir.Constant(_I64, 0))
+        is_there = builder.icmp_unsigned("!=", address, ir.Constant(I64, 0))
         with builder.if_then(is_there):
-            pointer = builder.inttoptr(address, ir.PointerType(type, _GLOBAL))
+            pointer = builder.inttoptr(address, ir.PointerType(type, GLOBAL))
             x = builder.load(pointer, align=4)
             x = x if type == default.type else builder.sext(x, default.type)
             inside = builder.block
@@ -146,7 +170,7 @@ else:
         """Return the int32 at an address in global memory, or the default where that is 0."""
 
         def codegen(context, builder, signature, args):
-            return _load_at(builder, args[0], _I32, args[1])
+            return _load_at(builder, args[0], I32, args[1])
 
         return types.int64(types.int64, types.int64), codegen
 
@@ -155,7 +179,7 @@ else:
         """Return the float32 at an address in global memory, or the default where that is 0."""
 
         def codegen(context, builder, signature, args):
-            return _load_at(builder, args[0], _F32, args[1])
+            return _load_at(builder, args[0], F32, args[1])
 
         return types.float32(types.int64, types.float32), codegen
 
@@ -164,7 +188,7 @@ else:
         """Return the bits of a float32 as uint32."""
 
         def codegen(context, builder, signature, args):
-            return builder.bitcast(args[0], _I32)
+            return builder.bitcast(args[0], I32)
 
         return types.uint32(types.float32), codegen
 
@@ -173,51 +197,82 @@ else:
         """Return a // b for a in 0..2^31 - 1 and b in 1..2^31 - 1, without a 64-bit division."""
 
         def codegen(context, builder, signature, args):
-            a, b = (builder.trunc(x, _I32) for x in args)
-            return builder.zext(builder.udiv(a, b), _I64)
+            a, b = (builder.trunc(x, I32) for x in args)
+            return builder.zext(builder.udiv(a, b), I64)
 
         return types.int64(types.int64, types.int64), codegen
 
-    @intrinsic
-    def copy_16_bytes(typing_context, tile, to, rows, start):
-        """Copy 16 bytes of elements from global to shared memory, both aligned to 16 bytes."""
-
-        def codegen(context, builder, signature, args):
-            target, source = (
-                builder.addrspacecast(
-                    builder.bitcast(
-                        _element(context, builder, signature, args, position),
-                        _16_BYTES.as_pointer(),
-                    ),
-                    _16_BYTES.as_pointer(space),
-                )
-                for position, space in ((0, _SHARED), (2, _GLOBAL))
-            )
-            builder.store(builder.load(source, align=16), target, align=16)
-            return context.get_dummy_value()
-
-        return types.void(tile, types.int64, rows, types.int64), codegen
+    def blended(builder, x, a, y, b):
+        """Emit x * a + y * b in two roundings, always the same two."""
+        return builder.fma(x, a, builder.fmul(y, b))
 
     @intrinsic
-    def copy_element(typing_context, tile, to, rows, start):
-        """Copy one element from global to shared memory."""
+    def blend(typing_context, x, a, y, b):
+        """Return x * a + y * b in two roundings, always the same two."""
 
         def codegen(context, builder, signature, args):
-            target, source = (_element(context, builder, signature, args, i) for i in (0, 2))
-            builder.store(builder.load(source), target)
+            return blended(builder, *args)
+
+        return types.float32(*(types.float32,) * 4), codegen
+
+    def copy_at_once(builder, target, source, inside, size):
+        """Emit a copy of `size` bytes from a global to a shared address, where `inside`."""
+        kind = _16_BYTES if size == WIDE else ir.IntType(8 * size)
+        with builder.if_then(inside):
+            source = builder.inttoptr(source, ir.PointerType(kind, GLOBAL))
+            target = builder.inttoptr(target, ir.PointerType(kind, SHARED))
+            builder.store(builder.load(source, align=size), target, align=size)
+
+    def _inline(text, constraints, kinds=()):
+        """Return what emits one statement of PTX that touches memory."""
+
+        def emit(builder, *args):
+            kind = ir.FunctionType(ir.VoidType(), kinds)
+            builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), args)
+
+        return emit
+
+    _start_copy = _inline(
+        "{ .reg .pred inside; setp.ne.u32 inside, $2, 0; "
+        "@inside cp.async.cg.shared.global [$0], [$1], 16; }",
+        "r,l,r,~{memory}",
+        (I32, I64, I32),
+    )
+    _end_copies = _inline("cp.async.commit_group;", "~{memory}")
+
+    def copy_in_time(builder, target, source, inside, size):
+        """Emit the begin of such a copy of 16 bytes; a `waiter` waits for it (sm_80 and later)."""
+        _start_copy(builder, target, source, builder.zext(inside, I32))
+
+    @intrinsic
+    def end_copies(typing_context):
+        """End a group of copies."""
+
+        def codegen(context, builder, signature, args):
+            _end_copies(builder)
             return context.get_dummy_value()
 
-        return types.void(tile, types.int64, rows, types.int64), codegen
+        return types.void(), codegen
 
-    @cuda_function
-    def warp_sum(x):
-        """Return the sum over the lanes of the warp, the same in every lane."""
-        x += cuda.shfl_xor_sync(_ALL_LANES, x, 16)
-        x += cuda.shfl_xor_sync(_ALL_LANES, x, 8)
-        x += cuda.shfl_xor_sync(_ALL_LANES, x, 4)
-        x += cuda.shfl_xor_sync(_ALL_LANES, x, 2)
-        x += cuda.shfl_xor_sync(_ALL_LANES, x, 1)
-        return x
+    def waiter(groups):
+        """Return the function that waits until at most so many last groups are under way."""
+        wait = _inline(f"cp.async.wait_group {groups};", "~{memory}")
+
+        @intrinsic
+        def wait_for_copies(typing_context):
+            def codegen(context, builder, signature, args):
+                wait(builder)
+                return context.get_dummy_value()
+
+            return types.void(), codegen
+
+        return wait_for_copies
+
+
+@functools.cache
+def copies_are_asynchronous():
+    """Tell whether the device has `start_copy`: from compute capability 8.0 on."""
+    return SIMULATOR or cuda.get_current_device().compute_capability >= (8, 0)
 
 
 def narrow(name):
