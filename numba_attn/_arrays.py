@@ -190,7 +190,10 @@ def empty(kind: str, shape: tuple[int, ...], dtype: Any) -> Array:
 
 def to_host(array: Array) -> HostArray:
     """Copy a device array to the host; a host array is returned as it is."""
-    return array if isinstance(array, np.ndarray) else np.asarray(array.copy_to_host())
+    if isinstance(array, np.ndarray):
+        return array
+    _device.wait()
+    return np.asarray(array.copy_to_host())
 
 
 def bring(kind: str, array: Array) -> Array:

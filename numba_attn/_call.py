@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from ._types import Array
 
+KERNELS = "auto", "simple", "split"
+"""What a CUDA step may run."""
+
 
 class Formats(NamedTuple):
     """The number formats of a call, by dtype name; arrays carry their bits (`_arrays.CARRIERS`)."""

@@ -5,13 +5,12 @@ The data decides; an explicit request never falls back silently, and the error s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +41,10 @@ def is_device_array(array: Any) -> bool:
 
 def as_device_array(array: Array) -> Array:
     """Wrap anything with ``__cuda_array_interface__`` as a Numba device array, without a copy."""
-    return array if hasattr(array, "__cuda_ndarray__") else cuda().as_cuda_array(array)
+    if hasattr(array, "__cuda_ndarray__"):
+        return array
+    # Whoever names a stream has put it in order with the one that the array came from.
+    return cuda().as_cuda_array(array, sync=not stream_in_use())
 
 
 def cuda_problem() -> str | None:
@@ -122,20 +124,61 @@ def require_cuda() -> None:
 _streams = threading.local()
 
 
-@contextlib.contextmanager
-def on_stream(stream: Any) -> Iterator[None]:
-    """Launch what a thread launches within on a stream, as `as_stream` gives it."""
-    before = stream_in_use()
-    _streams.current = stream
-    try:
-        yield
-    finally:
-        _streams.current = before
+def streamed(function: Callable[..., Any]) -> Any:
+    """Let a function launch on the stream that its keyword `stream` names."""
+
+    @functools.wraps(function)
+    def on_stream(*args: Any, stream: Any = None, **options: Any) -> Any:
+        if stream is None:
+            return function(*args, **options)
+        before = getattr(_streams, "current", None)
+        _streams.current = stream
+        try:
+            return function(*args, stream=stream, **options)
+        finally:
+            _streams.current = before
+
+    return on_stream
 
 
 def stream_in_use() -> Any:
-    """Return the stream of this thread's launches; 0 is the default stream."""
-    return getattr(_streams, "current", 0)
+    """Return the Numba stream of this thread's launches; 0 is the default stream."""
+    stream = getattr(_streams, "current", None)
+    return 0 if stream is None else as_stream(stream)
+
+
+def wait() -> None:
+    """Wait for the stream in use, where a copy to the host would not."""
+    if stream := stream_in_use():
+        stream.synchronize()
+
+
+def as_stream(stream: Any) -> Any:
+    """Return the Numba stream for a stream of Numba, cuda.core, torch or CuPy, or a raw pointer.
+
+    Raises
+    ------
+    TypeError
+        If `stream` is nothing of the kind.
+    """
+    if type(stream).__module__.startswith("numba."):
+        return stream
+    pointer = _pointer(stream)
+    return cuda().external_stream(pointer) if pointer else 0
+
+
+def _pointer(stream: Any) -> int:
+    if type(stream) is int:
+        return stream
+    if hasattr(stream, "__cuda_stream__"):  # of cuda.core, and of who follows its protocol
+        return int(stream.__cuda_stream__()[1])
+    for name in ("cuda_stream", "ptr"):  # of torch, of CuPy
+        if hasattr(stream, name):
+            return int(getattr(stream, name))
+    raise TypeError(
+        "stream: expected a stream of Numba, cuda.core, torch or CuPy, or its pointer as an int, "
+        f"got {type(stream).__name__}; make one with numba.cuda.stream()"
+    )
 
 
 @functools.cache

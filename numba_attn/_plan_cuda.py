@@ -233,9 +233,6 @@ def step_variant(k_rows: Rows, v_rows: Rows, formats: Formats, options: Options)
     return variant
 
 
-KERNELS = "auto", "simple", "split"
-
-
 def kernel_name(asked: str, most_splits: int) -> str:
     """Return the kernel for a step: `simple` needs no partial states, `split` fills the device.
 
@@ -263,7 +260,7 @@ def most_splits(capacity: int, options: Options) -> int:
     Examples
     --------
     >>> most_splits(1000, Options(scale=1.0))
-    8
+    4
     >>> most_splits(1000, Options(scale=1.0, sliding_window=128))
     2
     """

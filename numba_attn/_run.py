@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _device, _validate, _validate_options
+from . import _arrays, _device, _validate, _validate_options, _validate_state
 from ._call import Formats, Options, Tile
 from ._plan import Sizes
 from ._types import Array
@@ -78,6 +78,18 @@ def whole(
     return tile
 
 
+def empty_state(state: AttentionState | None, sizes: Sizes, kind: str) -> AttentionState:
+    """Return a caller's state as the identity, or a new one."""
+    if state is None:
+        heads, dim = sizes.num_q_heads, sizes.v_head_dim
+        return AttentionState(sizes.num_seqs, heads, dim, num_queries=sizes.num_rows, device=kind)
+    _validate_state.is_state("state", state, AttentionState)
+    _validate_state.state_fits(state, sizes)
+    _validate_state.state_device(state, kind)
+    state.reset()
+    return state
+
+
 def absorb(state: AttentionState, inputs: Inputs, tile: Tile, options: Options) -> None:
     """Run a validated step on the state's device."""
     if state.o.size == 0:
@@ -118,7 +130,7 @@ def finish(
     """Run finalize on the state's device; give the result in `home`, as `shape` and `dtype`."""
     in_place = out is not None and home == state.device
     target = out if in_place else _arrays.empty(state.device, shape, _arrays.CARRIERS[name(dtype)])
-    lse = _arrays.empty(state.device, tuple(state.m.shape), np.float32)
+    lse = _arrays.empty(state.device, tuple(state.m.shape), np.float32) if return_lse else None
     if sinks is not None:
         sinks = _arrays.bring(state.device, sinks)
     if state.o.size:

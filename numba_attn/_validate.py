@@ -7,7 +7,6 @@ to do. Everything here runs before anything is written. ``ValueError`` is for sh
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import numpy as np
@@ -245,38 +244,12 @@ def tile(
     lengths("tile_block_counts", tokens, "the largest count * B", _INT32_MAX, "pass smaller tiles")
 
 
-def positive_sizes(**named: Any) -> list[int]:
-    """Check named sizes, of which those of the batch may be 0; return them as ints."""
-    for name, size in named.items():
-        if type(size) is not int and not _is_integer(size):
-            raise TypeError(f"{name}: expected an integer, got {type(size).__name__}; pass an int")
-        least = 0 if name in ("num_seqs", "num_queries") else 1
-        if size < least:
-            raise ValueError(
-                f"{name}: must be at least {least}, got {size}; pass the size of q's or v's axis"
-            )
-    return [int(size) for size in named.values()]
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
 def flag(name: str, value: Any) -> None:
     """Check that an argument is True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
             f"{name}: expected True or False, got {type(value).__name__}; arrays are not filled "
             "through it"
-        )
-
-
-def is_state(name: str, state: Any, kind: type) -> None:
-    """Check that an argument is a state."""
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"{name}: expected an AttentionState, got {type(state).__name__}; "
-            "make one with AttentionState.like(q, v_pool)"
         )
 
 
@@ -294,44 +267,6 @@ def known_dtype(name: str, dtype: Any, formats: tuple[str, ...]) -> np.dtype[Any
             "convert with .astype"
         )
     return found
-
-
-def state_fits(state: Any, sizes: Sizes) -> None:
-    """Check a state [queries, Hq, Dv] against q and v_pool."""
-    expected = (sizes.num_rows, sizes.num_q_heads, sizes.v_head_dim)
-    if tuple(state.o.shape) != expected:
-        raise ValueError(
-            f"state: expected [queries, Hq, Dv] = {expected} from q and v_pool, got "
-            f"{tuple(state.o.shape)}; make one with AttentionState.like(q, v_pool)"
-        )
-
-
-def states_merge(state: Any, other: Any) -> None:
-    """Check that two states can be merged."""
-    if state is other or _overlap(state.buffer, other.buffer):
-        raise ValueError(
-            "other: must be a state of other keys, got `state` itself, whose keys would count "
-            "twice; pass a state over disjoint keys"
-        )
-    if state.device != other.device:
-        raise ValueError(
-            f"other: must be on the device of state, {state.device!r}, got one on "
-            f"{other.device!r}; make both on one device"
-        )
-    if tuple(state.o.shape) != tuple(other.o.shape):
-        raise ValueError(
-            f"other: expected [queries, Hq, Dv] = {tuple(state.o.shape)} as in state, got "
-            f"{tuple(other.o.shape)}; pass a state of the same queries"
-        )
-
-
-def out_device(found: str, expected: str) -> None:
-    """Check that a caller's output array is on the device of the state."""
-    if found != expected:
-        raise ValueError(
-            f"out: must be on the device of state, {expected!r}, got an array on {found!r}; "
-            "allocate it there, or leave it out"
-        )
 
 
 def out(array: Array, shape: tuple[int, ...], dtype: Any, inputs: dict[str, Array]) -> None:
@@ -366,14 +301,14 @@ def writable_apart(name: str, array: HostArray, inputs: dict[str, Array]) -> Non
             f"{array.shape}; pass an array of its own instead of a broadcast view"
         )
     for other, given in inputs.items():
-        if isinstance(given, np.ndarray) and _overlap(array, given):
+        if isinstance(given, np.ndarray) and overlap(array, given):
             raise ValueError(
                 f"{name}: must not overlap {other}, got a view of its memory; pass an array of "
                 "its own"
             )
 
 
-def _overlap(one: Array, two: Array) -> bool:
+def overlap(one: Array, two: Array) -> bool:
     """Tell whether two host arrays share an element; True also where that is too hard to say."""
     if not (isinstance(one, np.ndarray) and isinstance(two, np.ndarray)):
         return False

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _validate
-from ._call import Options
+from . import _arrays, _device, _validate
+from ._call import KERNELS, Options
 from ._plan import Sizes
 from ._types import Array, HostArray
 
@@ -44,6 +44,25 @@ def options(
         k_scale=pool_scale("k_scale", k_scale, pool_rows),
         v_scale=pool_scale("v_scale", v_scale, pool_rows),
     )
+
+
+def launch(kind: str, kernel: Any, stream: Any) -> str:
+    """Check how a call is to run; the CPU has one kernel, and no streams."""
+    if not isinstance(kernel, str) or kernel not in KERNELS:
+        raise ValueError(
+            f"kernel: expected one of {', '.join(map(repr, KERNELS))}, got {kernel!r}; leave it "
+            "'auto'"
+        )
+    if kind == "cpu" and kernel != "auto":
+        raise ValueError(f"kernel: only CUDA has a choice, got {kernel!r}; leave it 'auto' here")
+    if stream is not None:
+        if kind == "cpu":
+            raise ValueError(
+                f"stream: only what runs on a CUDA device has one, got {type(stream).__name__}; "
+                "leave it None here"
+            )
+        _device.as_stream(stream)
+    return kernel
 
 
 def _positive(name: str, value: Any, none: str) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _validate
+from . import _arrays, _validate, _validate_state
 from .api import finalize, step_tile
 from .append import append_kv
 from .state import AttentionState
@@ -56,7 +56,7 @@ def warmup(
     >>> import numba_attn
     >>> numba_attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=64)
     """
-    num_q_heads, num_kv_heads, head_dim, v_head_dim = _validate.positive_sizes(
+    num_q_heads, num_kv_heads, head_dim, v_head_dim = _validate_state.positive_sizes(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays, _device, _plan, _run, _validate, _validate_options
+from . import _arrays, _device, _plan, _run, _validate, _validate_options, _validate_state
 from ._call import Tile
 from ._types import Array
 from .state import AttentionState
 
 
+@_device.streamed
 def paged_attention(
     q: Array,
     k_pool: Array,
@@ -30,6 +31,9 @@ def paged_attention(
     return_lse: bool = False,
     out: Array | None = None,
     device: str = "auto",
+    state: AttentionState | None = None,
+    kernel: str = "auto",
+    stream: Any = None,
 ) -> Any:
     """Decode attention over a paged KV cache: one or a few query tokens per sequence.
 
@@ -76,6 +80,17 @@ def paged_attention(
         Array to write the result into.
     device : {"auto", "cpu", "cuda"}
         "auto" runs where the arrays are; the others copy the arrays over and the result back.
+    state : AttentionState, optional
+        To work in: what is in it is lost, and it holds the result before the division. With this
+        and `out`, a CUDA call on device arrays allocates nothing from the second time on, waits for
+        nothing, and can be captured in a CUDA graph.
+    kernel : {"auto", "simple", "split"}
+        Which CUDA kernel runs; the bits are the same. "simple" has a block of threads for each
+        query token and head, "split" one for each split of 256 tokens and kv head. "auto" takes
+        "simple" where by the shapes no row can have more than one split.
+    stream : optional
+        Where to launch on CUDA: a stream of Numba, cuda.core, torch or CuPy, or its pointer; the
+        default stream where it is None. Whoever names one has put the arrays in order with it.
 
     Returns
     -------
@@ -132,6 +147,7 @@ def paged_attention(
     )
     home = _device.home(**given, out=out)
     kind = _device.resolve(device, home)
+    kernel = _validate_options.launch(kind, kernel, stream)
     _validate.flag("return_lse", return_lse)
     inputs = _run.inputs(q, k_pool, v_pool, query_start_loc)
     sizes = inputs.sizes
@@ -144,24 +160,19 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         k_scale=k_scale,
         v_scale=v_scale,
-    )
+    )._replace(kernel=kernel)
     sinks = _validate_options.per_head("sinks", sinks, sizes.num_q_heads)
     tile = _run.whole(home, inputs, options, block_tables, seq_lens, seq_starts)
     shape = (*q.shape[:-1], sizes.v_head_dim)
     if out is not None:
         _validate.out(out, shape, inputs.dtype, given)
 
-    state = AttentionState(
-        sizes.num_seqs,
-        sizes.num_q_heads,
-        sizes.v_head_dim,
-        num_queries=sizes.num_rows,
-        device=kind,
-    )
+    state = _run.empty_state(state, sizes, kind)
     _run.absorb(state, inputs, tile, options)
     return _run.finish(state, home, shape, inputs.dtype, sinks, return_lse, out)
 
 
+@_device.streamed
 def step_tile(
     state: AttentionState,
     q: Array,
@@ -182,6 +193,8 @@ def step_tile(
     alibi_slopes: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    kernel: str = "auto",
+    stream: Any = None,
 ) -> None:
     """Absorb one tile of K/V blocks per sequence into a state, which is modified.
 
@@ -211,6 +224,8 @@ def step_tile(
         As in `paged_attention`, the same for every tile.
     softcap, sliding_window, alibi_slopes, k_scale, v_scale : optional
         As in `paged_attention`, the same for every tile.
+    kernel, stream : optional
+        As in `paged_attention`.
 
     Raises
     ------
@@ -229,7 +244,7 @@ def step_tile(
     >>> numba_attn.finalize(state).shape
     (1, 8, 64)
     """
-    _validate.is_state("state", state, AttentionState)
+    _validate_state.is_state("state", state, AttentionState)
     positions = {"tile_starts": tile_starts, "seq_lens": seq_lens, "seq_starts": seq_starts}
     given = _run.given_arrays(
         q=q,
@@ -245,6 +260,7 @@ def step_tile(
         **positions,
     )
     home = _device.home(**given)
+    kernel = _validate_options.launch(state.device, kernel, stream)
     inputs = _run.inputs(q, k_pool, v_pool, query_start_loc)
     sizes = inputs.sizes
     options = _validate_options.options(
@@ -256,8 +272,8 @@ def step_tile(
         alibi_slopes=alibi_slopes,
         k_scale=k_scale,
         v_scale=v_scale,
-    )
-    _validate.state_fits(state, sizes)
+    )._replace(kernel=kernel)
+    _validate_state.state_fits(state, sizes)
     tables = _arrays.integers("tile_blocks", tile_blocks)
     counts = _arrays.integers("tile_block_counts", tile_block_counts)
     tokens = None
@@ -281,7 +297,8 @@ def step_tile(
     _run.absorb(state, inputs, tile, options)
 
 
-def merge(state: AttentionState, other: AttentionState) -> None:
+@_device.streamed
+def merge(state: AttentionState, other: AttentionState, *, stream: Any = None) -> None:
     """Merge another state over disjoint keys into `state`, which is modified.
 
     An empty state is the identity: the other side survives bit for bit.
@@ -292,6 +309,8 @@ def merge(state: AttentionState, other: AttentionState) -> None:
         Modified in place.
     other : AttentionState
         Same shape, same device; left as it is.
+    stream : optional
+        As in `paged_attention`.
 
     Raises
     ------
@@ -313,13 +332,15 @@ def merge(state: AttentionState, other: AttentionState) -> None:
     >>> a.m.tolist(), a.l.tolist()
     ([[0.5, 0.5]], [[2.0, 2.0]])
     """
-    _validate.is_state("state", state, AttentionState)
-    _validate.is_state("other", other, AttentionState)
-    _validate.states_merge(state, other)
+    _validate_state.is_state("state", state, AttentionState)
+    _validate_state.is_state("other", other, AttentionState)
+    _validate_options.launch(state.device, "auto", stream)
+    _validate_state.states_merge(state, other)
     starts = _arrays.bring(state.device, _plan.one_each(state.m.shape[0]))
     _device.backend(state.device).merge_splits(state, other, starts)
 
 
+@_device.streamed
 def finalize(
     state: AttentionState,
     *,
@@ -327,6 +348,7 @@ def finalize(
     dtype: Any = "bfloat16",
     return_lse: bool = False,
     out: Array | None = None,
+    stream: Any = None,
 ) -> Any:
     """Normalise a state into the attention output ``o / l``; the state is left as it is.
 
@@ -342,6 +364,8 @@ def finalize(
         Return also the log-sum-exp: ``state.lse``, with `sinks` the sink included.
     out : array [num_queries, Hq, Dv], optional
         Array of `dtype`, on the state's device, to write the result into.
+    stream : optional
+        As in `paged_attention`.
 
     Returns
     -------
@@ -362,12 +386,13 @@ def finalize(
     >>> numba_attn.finalize(state).tolist()[0][0]
     [0.0, 0.0, 0.0, 0.0]
     """
-    _validate.is_state("state", state, AttentionState)
+    _validate_state.is_state("state", state, AttentionState)
     _validate.flag("return_lse", return_lse)
+    _validate_options.launch(state.device, "auto", stream)
     dtype = _validate.known_dtype("dtype", dtype, _arrays.QUERY_FORMATS)
     sinks = _validate_options.per_head("sinks", sinks, state.m.shape[1])
     if out is not None:
-        _validate.out_device(_device.home(out=out), state.device)
+        _validate_state.out_device(_device.home(out=out), state.device)
         expected = _arrays.result_dtype(state.device, dtype)
         given = {"state": state.buffer, "sinks": sinks}
         _validate.out(out, tuple(state.o.shape), expected, given)

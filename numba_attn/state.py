@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _device, _partials, _validate
+from . import _arrays, _device, _partials, _validate, _validate_options, _validate_state
 from ._types import Array, HostArray
 
 
@@ -65,7 +65,7 @@ class AttentionState:
         num_queries: int | None = None,
         device: str = "cpu",
     ) -> None:
-        num_seqs, num_queries, num_q_heads, head_dim = _validate.positive_sizes(
+        num_seqs, num_queries, num_q_heads, head_dim = _validate_state.positive_sizes(
             num_seqs=num_seqs,
             num_queries=num_seqs if num_queries is None else num_queries,
             num_q_heads=num_q_heads,
@@ -198,8 +198,16 @@ class AttentionState:
             lse = _arrays.bring(self.device, _partials.in_base(_arrays.to_host(lse), base))
         return out, lse
 
-    def reset(self) -> None:
-        """Return to the identity ``(-inf, 0, 0)``, in place."""
+    @_device.streamed
+    def reset(self, *, stream: Any = None) -> None:
+        """Return to the identity ``(-inf, 0, 0)``, in place.
+
+        Parameters
+        ----------
+        stream : optional
+            Where to launch on CUDA, as in `paged_attention`.
+        """
+        _validate_options.launch(self.device, "auto", stream)
         if self.device == "cuda":
             _device.backend("cuda").reset(self)
         else:

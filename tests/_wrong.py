@@ -8,7 +8,7 @@ from __future__ import annotations
 import _arguments as make
 import numpy as np
 from _arguments import BF16, B, D, Dv, Hq, S
-from _wrong_options import OPTIONS, POSITIONS, SINKS, WHOLE, kind, value
+from _wrong_options import LAUNCH, OPTIONS, POSITIONS, SINKS, WHOLE, kind, value
 
 from numba_attn import AttentionState
 
@@ -260,6 +260,13 @@ MERGE = [
         "other: must be on the device of state, 'cpu', got one on 'cuda'; make both on one device",
         other=lambda g: make.on_device_by_name(g.other),
     ),
+    value("stream: only what runs on a CUDA device has one, got int", stream=7),
+    kind(
+        "stream: expected a stream of Numba, cuda.core, torch or CuPy, or its pointer as an int, "
+        "got str; make one with numba.cuda.stream()",
+        state=lambda g: make.on_device_by_name(g.state),
+        stream="default",
+    ),
 ]
 
 FINALIZE = [
@@ -331,8 +338,8 @@ ENVIRONMENT = [
 ]
 
 TABLES = {
-    "paged_attention": INPUTS + OPTIONS + PAGED + WHOLE,
-    "step_tile": INPUTS + OPTIONS + TILE + POSITIONS,
+    "paged_attention": INPUTS + OPTIONS + LAUNCH + PAGED + WHOLE,
+    "step_tile": INPUTS + OPTIONS + LAUNCH + TILE + POSITIONS,
     "merge": MERGE,
     "finalize": FINALIZE + SINKS,
     "AttentionState": STATE,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from _arguments import FakeDeviceArray, Hq, on_device
+from _arguments import FakeDeviceArray, Hq, on_device, on_device_by_name
+
+from numba_attn import AttentionState
 
 
 def value(text, several=None, **changes):
@@ -73,7 +75,21 @@ OPTIONS = [  # of paged_attention and step_tile alike
     ),
 ]
 
+LAUNCH = [  # of paged_attention and step_tile alike
+    value("kernel: expected one of 'auto', 'simple', 'split', got 'fast'", kernel="fast"),
+    value("kernel: expected one of 'auto', 'simple', 'split', got None", kernel=None),
+    value("kernel: only CUDA has a choice, got 'split'; leave it 'auto' here", kernel="split"),
+    value("stream: only what runs on a CUDA device has one, got int; leave it None here", stream=7),
+]
+
 WHOLE = [  # of paged_attention
+    kind("state: expected an AttentionState, got int", state=1),
+    value("state: expected [queries, Hq, Dv] = (2, 4, 6)", state=AttentionState(3, 4, 6)),
+    value(
+        "state: must be on the device of the call, 'cpu', got one on 'cuda'; make one with "
+        "AttentionState(..., device='cpu')",
+        state=lambda g: on_device_by_name(AttentionState(2, 4, 6)),
+    ),
     value("seq_starts: must be from 0 to seq_len = 9, got 10 in row 0; the", seq_starts=[10, 0]),
     value("seq_starts: must be from 0 to seq_len = 5, got -1 in row 1", seq_starts=[0, -1]),
     value("seq_starts: expected shape [S] = (2,), one per sequence", seq_starts=[0]),

@@ -22,11 +22,22 @@ from numba_attn import (
     _threads,
     _validate,
     _validate_options,
+    _validate_state,
     api,
     state,
 )
 
-MODULES = (_arrays, _device, _run, _threads, _validate, _validate_options, api, state)
+MODULES = (
+    _arrays,
+    _device,
+    _run,
+    _threads,
+    _validate,
+    _validate_options,
+    _validate_state,
+    api,
+    state,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -210,9 +221,9 @@ def test_an_overlap_that_is_too_hard_to_decide_is_refused(monkeypatch):
     memory = np.zeros(2**10, np.int8)
     one = np.lib.stride_tricks.as_strided(memory, (4, 5), (40, 55))
     two = np.lib.stride_tricks.as_strided(memory[29:], (5, 3), (32, 38))
-    assert not _validate._overlap(one, two)
+    assert not _validate.overlap(one, two)
     monkeypatch.setattr(_validate, "_OVERLAP_WORK", 1)
-    assert _validate._overlap(one, two)
+    assert _validate.overlap(one, two)
 
 
 def test_sizes_may_be_small_numpy_ints():

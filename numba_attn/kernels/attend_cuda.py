@@ -1,6 +1,7 @@
 """From the tokens of one split to its partial state: the recurrence of both CUDA kernels.
 
-A block of threads walks the split in tiles of 32 tokens (or 16), which wait in a ring in shared memory.
+A block of threads walks the split in tiles of 32 tokens (or 16), which wait in a ring in shared
+memory.
 For every tile: load (the next one begins its way) -> score (lanes that hold a row multiply it with
 each query, and add up) -> absorb (a lane for each logit of a head) -> accumulate (lanes that
 hold columns of o, a warp for a fourth of the tokens) -> and at the end store, into shared memory.
@@ -16,6 +17,7 @@ import numpy as np
 from .. import _arrays, _plan, _plan_cuda
 from . import recurrence, rows_cuda, shares, warp
 from ._jit import cuda_function
+from ._shares import sums_given
 from .warp import WARP, cuda
 
 SPLIT = _plan_cuda.SPLIT_TOKENS
@@ -135,7 +137,7 @@ def scoring(variant):
     load_k = shares.loader(variant.formats[1], key)
     load_queries = shares.loader("float32", key, rows=heads)
     sum_rows = shares.row_sums(lanes, heads)
-    sums = shares.sums_given(lanes, heads)
+    sums = sums_given(lanes, heads)
     stride = max(1, lanes // _plan_cuda.power_of_two(heads))  # lanes from sum to sum
     load_q, head_dim, threads = warp.LOADERS[variant.formats[0]], key.length, variant.threads
     query_turns, dots = _plan.ceil_div(heads * pitch, threads), shares.dots

@@ -79,7 +79,11 @@ def merge_splits(state, partials, starts):
 
 
 def finalize(state, sinks, out, lse, dtype):
-    """Write o / l as `dtype` [rows, Hq, Dv] and the log-sum-exp [rows, Hq], sinks included."""
+    """Write o / l as `dtype` [rows, Hq, Dv] and the log-sum-exp [rows, Hq], sinks included.
+
+    `lse` may be None.
+    """
+    lse = np.empty_like(state.m) if lse is None else lse
     bits = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
     if sinks is None:
         sinks = _no_sinks(state.m.shape[1])
