@@ -2,11 +2,10 @@
 
 import re
 
-import _ptx
 import numpy as np
 import pytest
 
-from numba_attn import _arrays, _plan_cuda
+from numba_attn import _arrays, _plan_cuda, _ptx
 from numba_attn._call import Formats
 
 if reason := _ptx.missing():

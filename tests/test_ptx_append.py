@@ -2,8 +2,9 @@
 
 import re
 
-import _ptx
 import pytest
+
+from numba_attn import _ptx
 
 if reason := _ptx.missing():
     pytest.skip(reason, allow_module_level=True)
