@@ -136,9 +136,12 @@ def test_launches_are_made_on_the_stream_that_is_named(monkeypatch):
     """Whatever library a stream is of; other threads and later calls are not concerned."""
     streams = []
     monkeypatch.setattr(_device, "as_stream", lambda stream: ("numba", stream))
-    monkeypatch.setattr(
-        twin(), "configured", lambda *args: streams.append(args[3]) or (lambda *a: None)
-    )
+
+    def configured(kernel, blocks, threads, stream):
+        streams.append(stream)
+        return lambda *args: None
+
+    monkeypatch.setattr(twin(), "configured", configured)
     seqs = draw((9,), num_kv_heads=1, gqa=1, head_dim=8)
     given = on_device(seqs, place(seqs, 16))
     state = AttentionState(*seqs.q.shape, device="cuda")
@@ -162,7 +165,10 @@ class Stream:
     [7, Stream(cuda_stream=7), Stream(ptr=7), Stream(__cuda_stream__=lambda: (0, 7))],
 )
 def test_streams_of_other_libraries(monkeypatch, stream):
-    monkeypatch.setattr(_device.cuda(), "external_stream", lambda pointer: ("numba", pointer))
+    def external_stream(pointer):
+        return "numba", pointer
+
+    monkeypatch.setattr(_device.cuda(), "external_stream", external_stream, raising=False)
     assert _device.as_stream(stream) == ("numba", 7)
     assert _device.as_stream(0) == 0
 
