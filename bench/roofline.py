@@ -292,8 +292,9 @@ HEADS = (
         "blocks/SM",
         "instr./tile",
         *BOUNDS,
-        "step",
         "binds",
+        "its us",
+        "of copy",
         "others",
         "gaps",
     ),
@@ -304,11 +305,13 @@ HEADS = (
 def row(workload: Workload, step: list[Launch], measured: float | None) -> list[str]:
     """Return the cells of a workload; `measured` is in microseconds."""
     paper, first = estimate(step), step[0]
-    times = [*paper.bounds.values(), paper.bounds[paper.binding], paper.others, paper.gaps]
-    *before, others, gaps = (f"{seconds * 1e6:.1f}" for seconds in times)
+    alone = paper.bounds[paper.binding]
+    times = [*paper.bounds.values(), alone, paper.others, paper.gaps]
+    *before, its, others, gaps = (f"{seconds * 1e6:.1f}" for seconds in times)
     return [
         *(workload.name, first.name, str(first.kernel.registers), str(first.resident)),
-        *(f"{sum(first.counts.values()):.0f}", *before, paper.binding, others, gaps),
+        *(f"{sum(first.counts.values()):.0f}", *before, paper.binding, its),
+        *(f"{of_copy(workload, alone):.3f}", others, gaps),
         *(f"{paper.total * 1e6:.1f}", f"{of_copy(workload, paper.total):.3f}"),
         "" if measured is None else f"{measured:.1f}",
         "" if measured is None else f"{of_copy(workload, measured / 1e6):.3f}",

@@ -34,7 +34,7 @@ _STAGES = (4, 2), (1,)  # tiles in the ring, by preference: powers of two
 _WARP = 32
 _RESIDENT_THREADS = {  # of a multiprocessor, by the most shares of a thread; see below
     True: ((56, 640), (80, 512), (10**9, 384)),  # rows that fit their lanes
-    False: ((60, 512), (80, 384), (10**9, 256)),  # guards take registers
+    False: ((80, 384), (10**9, 256)),  # guards take registers
 }
 _MAX_SHARES = 120  # float32 numbers of q, o and sums that a thread holds in registers
 

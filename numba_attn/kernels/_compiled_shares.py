@@ -350,7 +350,7 @@ def scatter(typing_context, array, start, stride, count, numbers):
 
 @intrinsic
 def left_fold(typing_context, o, numbers, a, b):
-    """Return o * a + x * b, number by number: x where a is NaN, o where b is NaN."""
+    """Return o * a + x * b, number by number: x where a is negative, o where b is."""
 
     def codegen(context, builder, signature, args):
         o = args[0]
@@ -361,8 +361,8 @@ def left_fold(typing_context, o, numbers, a, b):
         for i, x in enumerate(_unpack(builder, args[1])):
             a, b = (builder.load(builder.gep(p, [ir.Constant(I32, i)])) for p in factors)
             folded = blended(builder, o, a, x, b)
-            kept = builder.select(builder.fcmp_unordered("uno", b, b), o, folded)
-            o = builder.select(builder.fcmp_unordered("uno", a, a), x, kept)
+            kept = builder.select(builder.fcmp_ordered("<", b, ir.Constant(F32, 0.0)), o, folded)
+            o = builder.select(builder.fcmp_ordered("<", a, ir.Constant(F32, 0.0)), x, kept)
         return o
 
     return types.float32(types.float32, numbers, a, b), codegen

@@ -12,7 +12,7 @@ from ._jit import cuda_function, cuda_kernel
 from .warp import WARP, cuda
 
 MERGE_THREADS = 128
-NAN = np.float32(np.nan)
+NONE = np.float32(-1)  # no factor, which is a weight: at least 0, or NaN
 
 
 @cuda_function
@@ -53,9 +53,9 @@ def _factors(m, seen, part_m, empty, first, lane):
         if i < lane:
             before = recurrence.larger(before, part_m[i])
     if empty:
-        return recurrence.ONE, NAN, before
+        return recurrence.ONE, NONE, before
     if not seen and first >= lane:
-        return NAN, recurrence.ONE, part_m[lane]
+        return NONE, recurrence.ONE, part_m[lane]
     after = recurrence.larger(before, part_m[lane])
     return recurrence.weight(before, after), recurrence.weight(part_m[lane], after), after
 
