@@ -218,8 +218,9 @@ def launches(workload: Workload) -> list[Launch]:
     groups = _plan.ceil_div(gqa, variant.heads)
     splits = [SPLIT] * sum(n // SPLIT for n in workload.seq_lens)
     splits += [n % SPLIT for n in workload.seq_lens if n % SPLIT]
-    partial_bytes = 4 * len(splits) * workload.num_q_heads * (dim + 2)
-    state_bytes = 4 * rows * workload.num_q_heads * (dim + 2)
+    partial_bytes, state_bytes = (
+        4 * states * workload.num_q_heads * (dim + 2) for states in (len(splits), rows)
+    )
     kernel = compiled("split", variant)
     tile_bytes = variant.tile * variant.token_bytes
     split = Launch(

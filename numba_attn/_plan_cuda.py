@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from typing import NamedTuple
 
 from ._arrays import CARRIERS
@@ -58,11 +58,17 @@ class Deal(NamedTuple):
         return self.pieces == self.lanes * self.parts
 
     @property
+    def share(self) -> int:
+        """Numbers of a lane, padding included."""
+        return self.width * self.parts
+
+    @property
     def pitch(self) -> int:
         """Numbers from row to row."""
         return self.pieces * self.width
 
 
+@functools.cache
 def deal(length: int, width: int) -> Deal:
     """Deal a row to as many lanes as it has pieces, at most a warp.
 
@@ -165,7 +171,7 @@ class StepVariant(NamedTuple):
     @property
     def token_bytes(self) -> int:
         """Shared memory of a row of K and of V."""
-        itemsizes = (_itemsize(name) for name in self.formats[1:])
+        itemsizes = (CARRIERS[name].itemsize for name in self.formats[1:])
         pitches = self.key.pitch, self.value.pitch
         return sum(p * size for p, size in zip(pitches, itemsizes, strict=True))
 
@@ -193,7 +199,7 @@ class StepVariant(NamedTuple):
     def shares(self) -> int:
         """Numbers of q, o and sums that a thread holds at a time."""
         scored = min(self.heads, HEADS_AT_ONCE)
-        return scored * (8 * self.key.parts + 2) + 4 * self.heads * self.value.parts
+        return scored * (self.key.share + 2) + self.heads * self.value.share
 
 
 class Rows(NamedTuple):
@@ -277,13 +283,13 @@ def most_splits(capacity: int, options: Options) -> int:
     >>> most_splits(1000, Options(scale=1.0, sliding_window=128))
     2
     """
+    most = ceil_div(capacity, SPLIT_TOKENS)
     if options.sliding_window and options.causal:
-        return min(
-            ceil_div(capacity, SPLIT_TOKENS), ceil_div(options.sliding_window, SPLIT_TOKENS) + 1
-        )
-    return ceil_div(capacity, SPLIT_TOKENS)
+        most = min(most, ceil_div(options.sliding_window, SPLIT_TOKENS) + 1)
+    return most
 
 
+@functools.lru_cache(maxsize=256)
 def split_variant(simple: StepVariant, gqa_ratio: int, asynchronous: bool) -> StepVariant:
     """Choose the `split` kernel: as many heads as registers hold, as many tiles as memory holds.
 
@@ -300,10 +306,12 @@ def split_variant(simple: StepVariant, gqa_ratio: int, asynchronous: bool) -> St
     simple = simple._replace(asynchronous=asynchronous and simple.wide)
     groups = range(1, gqa_ratio + 1)
     sizes = sorted({ceil_div(gqa_ratio, n) for n in groups}, reverse=True)
-    candidates = itertools.chain.from_iterable(
-        itertools.product(sizes, stages) for stages in _STAGES
+    variants = (
+        simple._replace(heads=heads, stages=stages)
+        for choices in _STAGES
+        for heads in sizes
+        for stages in choices
     )
-    variants = (simple._replace(heads=heads, stages=stages) for heads, stages in candidates)
     return next(variant for variant in variants if _fits(variant))
 
 
@@ -311,7 +319,3 @@ def _fits(variant: StepVariant) -> bool:
     ring = variant.stages == 1 or variant.ring_bytes <= RING_BYTES
     registers = variant.heads == 1 or variant.shares <= _MAX_SHARES
     return ring and registers and variant.shared_bytes <= SHARED_BYTES
-
-
-def _itemsize(name: str) -> int:
-    return CARRIERS[name].itemsize

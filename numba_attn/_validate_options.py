@@ -28,6 +28,7 @@ def options(
     alibi_slopes: Any,
     k_scale: Any,
     v_scale: Any,
+    kernel: str,
 ) -> Options:
     """Check the options of a step; arrays stay on the device that they are on."""
     _validate.flag("causal", causal)
@@ -43,10 +44,11 @@ def options(
         alibi_slopes=per_head("alibi_slopes", alibi_slopes, sizes.num_q_heads),
         k_scale=pool_scale("k_scale", k_scale, pool_rows),
         v_scale=pool_scale("v_scale", v_scale, pool_rows),
+        kernel=kernel,
     )
 
 
-def launch(kind: str, kernel: Any, stream: Any) -> str:
+def launch(kind: str, kernel: Any, stream: Any) -> None:
     """Check how a call is to run; the CPU has one kernel, and no streams."""
     if not isinstance(kernel, str) or kernel not in KERNELS:
         raise ValueError(
@@ -62,7 +64,6 @@ def launch(kind: str, kernel: Any, stream: Any) -> str:
                 "leave it None here"
             )
         _device.as_stream(stream)
-    return kernel
 
 
 def _positive(name: str, value: Any, none: str) -> float:

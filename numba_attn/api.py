@@ -85,9 +85,8 @@ def paged_attention(
         and `out`, a CUDA call on device arrays allocates nothing from the second time on, waits for
         nothing, and can be captured in a CUDA graph.
     kernel : {"auto", "simple", "split"}
-        Which CUDA kernel runs; the bits are the same. "simple" has a block of threads for each
-        query token and head, "split" one for each split of 256 tokens and kv head. "auto" takes
-        "simple" where by the shapes no row can have more than one split.
+        Which CUDA kernel runs; the bits are the same. "simple" has a block for each query token and
+        head, "split" for each 256 tokens and kv head; "auto" is "simple" up to 256 tokens of table.
     stream : optional
         Where to launch on CUDA: a stream of Numba, cuda.core, torch or CuPy, or its pointer; the
         default stream where it is None. Whoever names one has put the arrays in order with it.
@@ -147,7 +146,7 @@ def paged_attention(
     )
     home = _device.home(**given, out=out)
     kind = _device.resolve(device, home)
-    kernel = _validate_options.launch(kind, kernel, stream)
+    _validate_options.launch(kind, kernel, stream)
     _validate.flag("return_lse", return_lse)
     inputs = _run.inputs(q, k_pool, v_pool, query_start_loc)
     sizes = inputs.sizes
@@ -160,7 +159,8 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         k_scale=k_scale,
         v_scale=v_scale,
-    )._replace(kernel=kernel)
+        kernel=kernel,
+    )
     sinks = _validate_options.per_head("sinks", sinks, sizes.num_q_heads)
     tile = _run.whole(home, inputs, options, block_tables, seq_lens, seq_starts)
     shape = (*q.shape[:-1], sizes.v_head_dim)
@@ -260,7 +260,7 @@ def step_tile(
         **positions,
     )
     home = _device.home(**given)
-    kernel = _validate_options.launch(state.device, kernel, stream)
+    _validate_options.launch(state.device, kernel, stream)
     inputs = _run.inputs(q, k_pool, v_pool, query_start_loc)
     sizes = inputs.sizes
     options = _validate_options.options(
@@ -272,7 +272,8 @@ def step_tile(
         alibi_slopes=alibi_slopes,
         k_scale=k_scale,
         v_scale=v_scale,
-    )._replace(kernel=kernel)
+        kernel=kernel,
+    )
     _validate_state.state_fits(state, sizes)
     tables = _arrays.integers("tile_blocks", tile_blocks)
     counts = _arrays.integers("tile_block_counts", tile_block_counts)

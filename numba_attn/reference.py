@@ -118,6 +118,7 @@ def paged_attention(
     seq_starts: Any = None,
     return_lse: bool = False,
     out: npt.NDArray[Any] | None = None,
+    state: AttentionState | None = None,
 ) -> Any:
     """One-shot dense softmax; see `numba_attn.paged_attention`."""
     lens = _integers(seq_lens)
@@ -127,7 +128,9 @@ def paged_attention(
     options = _Options(
         scale, softcap, sliding_window, alibi_slopes, k_scale, v_scale, causal, query_start_loc
     )
-    state = AttentionState.like(q, v_pool)
+    if state is None:
+        state = AttentionState.like(q, v_pool)
+    state.reset()
     _absorb(state, q, k_pool, v_pool, keys, options)
     result, lse = finalize(state, sinks=sinks, dtype=q.dtype, return_lse=True)
     result = result.reshape(*q.shape[:-1], v_pool.shape[3])

@@ -78,7 +78,7 @@ class AttentionState:
         self._m: Array = self._buffer[:rows].reshape(num_queries, num_q_heads)
         self._l: Array = self._buffer[rows : 2 * rows].reshape(num_queries, num_q_heads)
         self._o: Array = self._buffer[2 * rows :].reshape(num_queries, num_q_heads, head_dim)
-        self.reset()
+        self._clear()
 
     # Kernels trust these shapes: what is in the arrays may change, the arrays may not.
     buffer = property(operator.attrgetter("_buffer"), doc="All of it, float32, contiguous.")
@@ -208,6 +208,9 @@ class AttentionState:
             Where to launch on CUDA, as in `paged_attention`.
         """
         _validate_options.launch(self.device, "auto", stream)
+        self._clear()
+
+    def _clear(self) -> None:
         if self.device == "cuda":
             _device.backend("cuda").reset(self)
         else:

@@ -74,6 +74,16 @@ def test_a_state_travels_as_its_buffer(cpu):
     check_state(seqs, cpu.read(here))
 
 
+def test_a_call_works_in_the_state_that_is_given(backend):
+    seqs = draw((30, 4), num_kv_heads=1, gqa=2, head_dim=8)
+    paged = place(seqs, 16)
+    state = backend.AttentionState(*seqs.q.shape)
+    backend.write(state, *(np.full(part.shape, 3.0) for part in backend.read(state)))
+    out = backend.paged_attention(seqs.q, *paged, state=state)
+    expected = backend.paged_attention(seqs.q, *paged)
+    assert_same_bits((out, expected), (backend.finalize(state), expected))
+
+
 def test_in_place_functions_return_none(backend):
     seqs = draw((9,))
     paged = place(seqs, 4)

@@ -15,6 +15,8 @@ import numba_attn
 KERNELS = pathlib.Path(numba_attn.__file__).parent / "kernels"
 HOST_FUNCTIONS = ("step_tile", "merge_splits", "finalize")
 STAGES = ("load", "score", "absorb", "accumulate", "store")
+RECURRENCES = ["cpu", "attend_cuda"]  # the files that hold a twin's walk over the tokens
+WHERE = {"device", "kernel", "stream"}  # arguments that say where to run, not what
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -32,7 +34,7 @@ def test_host_functions_have_the_same_arguments():
     assert host_signatures("cpu") == host_signatures("cuda")
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", RECURRENCES)
 def test_stage_comments_come_in_order(name):
     lines = [line.strip() for line in (KERNELS / f"{name}.py").read_text().splitlines()]
     comments = [line[2:] for line in lines if line.startswith("# ")]
@@ -46,24 +48,36 @@ def test_stage_comments_come_in_order(name):
     assert starts[0] == 0
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_twins_share_the_recurrence_and_never_import_each_other(name):
-    tree = ast.parse((KERNELS / f"{name}.py").read_text())
-    imported = {
-        alias.name
-        for node in ast.walk(tree)
+def imports(path):
+    """Name the modules that a module imports from its package."""
+    return {
+        name
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
+        for name in [*(alias.name for alias in node.names), getattr(node, "module", None)]
     }
-    assert "recurrence" in imported
-    assert not imported & ({"cpu", "cuda"} - {name} - ({"cuda"} if name == "cuda" else set()))
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_twins_share_the_recurrence(name):
+    assert "recurrence" in imports(KERNELS / f"{name}.py")
+
+
+def test_twins_never_import_each_other():
+    of_cuda = {p for p in KERNELS.glob("*cuda.py")} | {KERNELS / "warp.py", KERNELS / "shares.py"}
+    of_cpu = {KERNELS / f"{name}.py" for name in ("cpu", "append_cpu", "rows", "simd", "_vector")}
+    assert all(path.exists() for path in of_cuda | of_cpu)
+    for ours, others in ((of_cuda, of_cpu), (of_cpu, of_cuda)):
+        names = {path.stem for path in others}
+        for path in ours:
+            assert not imports(path) & names, path
 
 
 def test_the_reference_has_the_public_names_and_arguments():
     reference = numba_attn.reference
     for name in ("paged_attention", "step_tile", "merge", "finalize"):
         ours, theirs = (inspect.signature(getattr(x, name)) for x in (numba_attn, reference))
-        expected = [p for p in ours.parameters if p != "device"]
+        expected = [p for p in ours.parameters if p not in WHERE]
         assert list(theirs.parameters) == expected
     tree = ast.parse(pathlib.Path(reference.__file__).read_text())
     relative = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]

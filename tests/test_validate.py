@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import pathlib
 from fractions import Fraction
@@ -14,30 +15,11 @@ from _arguments import BF16, D, Dv, Hq, S, unaligned, valid
 from _wrong import CASES
 
 import numba_attn
-from numba_attn import (
-    AttentionState,
-    _arrays,
-    _device,
-    _run,
-    _threads,
-    _validate,
-    _validate_options,
-    _validate_state,
-    api,
-    state,
-)
+from numba_attn import AttentionState, _device, _validate
 
-MODULES = (
-    _arrays,
-    _device,
-    _run,
-    _threads,
-    _validate,
-    _validate_options,
-    _validate_state,
-    api,
-    state,
-)
+NAMES = ("_arrays", "_device", "_run", "_threads", "_validate", "_validate_options")
+NAMES += ("_validate_state", "api", "state")
+MODULES = [importlib.import_module(f"numba_attn.{name}") for name in NAMES]
 
 
 @pytest.fixture(autouse=True)

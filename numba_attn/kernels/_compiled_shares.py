@@ -5,9 +5,10 @@ from numba.core import cgutils
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from .. import _arrays
+from .. import _arrays, _plan
+from .._plan_cuda import WIDE, power_of_two
 from . import warp
-from ._shares import padded, sums_given
+from ._shares import sums_given
 from .warp import (
     ALL_LANES,
     F32,
@@ -28,21 +29,9 @@ def _tuple(count):
     return types.UniTuple(types.float32, count)
 
 
-def _unpack(builder, value):
-    return cgutils.unpack_tuple(builder, value)
-
-
-def _pack(builder, values):
-    return cgutils.pack_array(builder, values)
-
-
-def _fma(builder, x, y, z):
-    return builder.fma(x, y, z)
-
-
 def _words(builder, pointer, size):
     """Load `size` bytes of shared memory as 32-bit words, 16 bytes at a time."""
-    each = min(size, 16) // 4
+    each = min(size, WIDE) // 4
     kind = ir.VectorType(I32, each) if each > 1 else I32
     words = []
     for start in range(0, size, 4 * each):
@@ -105,10 +94,9 @@ def loader(name, deal, rows=1):
                 for part in range(deal.parts):
                     piece = builder.add(lane, ir.Constant(I32, part * deal.lanes))
                     share += load_piece(builder, begin, piece)
-            return _pack(builder, share)
+            return cgutils.pack_array(builder, share)
 
-        count = rows * deal.parts * deal.width
-        return _tuple(count)(array, types.int64, types.int64), codegen
+        return _tuple(rows * deal.share)(array, types.int64, types.int64), codegen
 
     return load_share
 
@@ -116,10 +104,10 @@ def loader(name, deal, rows=1):
 def copier(name, deal, variant):
     """Return the function with which a block copies a tile of rows to its place in a ring."""
     itemsize = _arrays.CARRIERS[name].itemsize
-    size = warp.WIDE if variant.wide else itemsize
+    size = WIDE if variant.wide else itemsize
     chunks, pitch = deal.length * itemsize // size, deal.pitch * itemsize
     threads, tile = variant.threads, variant.tile
-    turns = -(-tile * chunks // threads)
+    turns = _plan.ceil_div(tile * chunks, threads)
     copy = copy_in_time if variant.asynchronous else copy_at_once
 
     def number(value):
@@ -168,7 +156,7 @@ def copier(name, deal, variant):
 
 def adder(deal):
     """Return the function that adds a lane's share of rows to a shared array."""
-    own = deal.width * deal.parts
+    own = deal.share
 
     @intrinsic
     def add_share(typing_context, array, share, lane):
@@ -186,7 +174,7 @@ def adder(deal):
         def codegen(context, builder, signature, args):
             first = context.make_array(signature.args[0])(context, builder, args[0]).data
             first = builder.addrspacecast(first, ir.PointerType(F32, SHARED))
-            numbers, lane = _unpack(builder, args[1]), builder.trunc(args[2], I32)
+            numbers, lane = cgutils.unpack_tuple(builder, args[1]), builder.trunc(args[2], I32)
             for row in range(len(numbers) // own):
                 for part in range(deal.parts):
                     piece = builder.add(lane, ir.Constant(I32, part * deal.lanes))
@@ -204,14 +192,14 @@ def dots(typing_context, q, k):
     """Return the part of q . k that a lane has, for each head: q has the heads' shares."""
 
     def codegen(context, builder, signature, args):
-        q, k = (_unpack(builder, x) for x in args)
+        q, k = (cgutils.unpack_tuple(builder, x) for x in args)
         sums = []
         for first in range(0, len(q), len(k)):
             total = builder.fmul(q[first], k[0])
             for i in range(1, len(k)):
-                total = _fma(builder, q[first + i], k[i], total)
+                total = builder.fma(q[first + i], k[i], total)
             sums.append(total)
-        return _pack(builder, sums)
+        return cgutils.pack_array(builder, sums)
 
     return _tuple(q.count // k.count)(q, k), codegen
 
@@ -221,10 +209,10 @@ def weigh(typing_context, o, weights, v):
     """Return o + weight * v, head by head."""
 
     def codegen(context, builder, signature, args):
-        o, weights, v = (_unpack(builder, x) for x in args)
-        return _pack(
+        o, weights, v = (cgutils.unpack_tuple(builder, x) for x in args)
+        return cgutils.pack_array(
             builder,
-            [_fma(builder, weights[i // len(v)], v[i % len(v)], x) for i, x in enumerate(o)],
+            [builder.fma(weights[i // len(v)], v[i % len(v)], x) for i, x in enumerate(o)],
         )
 
     return o(o, weights, v), codegen
@@ -236,8 +224,10 @@ def rescaler(columns):
     @intrinsic
     def rescale(typing_context, o, factors):
         def codegen(context, builder, signature, args):
-            o, factors = (_unpack(builder, x) for x in args)
-            return _pack(builder, [builder.fmul(x, factors[i // columns]) for i, x in enumerate(o)])
+            o, factors = (cgutils.unpack_tuple(builder, x) for x in args)
+            return cgutils.pack_array(
+                builder, [builder.fmul(x, factors[i // columns]) for i, x in enumerate(o)]
+            )
 
         return o(o, factors), codegen
 
@@ -281,8 +271,8 @@ def row_sums(lanes, count):
     @intrinsic
     def sum_rows(typing_context, values):
         def codegen(context, builder, signature, args):
-            values = _unpack(builder, args[0])
-            values += [ir.Constant(F32, 0.0)] * (padded(count) - count)
+            values = cgutils.unpack_tuple(builder, args[0])
+            values += [ir.Constant(F32, 0.0)] * (power_of_two(count) - count)
             step = lanes // 2
             while step:
                 if len(values) > 1:
@@ -290,7 +280,7 @@ def row_sums(lanes, count):
                 else:
                     values = [builder.fadd(values[0], _shuffle(builder, values[0], step))]
                 step //= 2
-            return _pack(builder, values)
+            return cgutils.pack_array(builder, values)
 
         return _tuple(sums_given(lanes, count))(values), codegen
 
@@ -328,7 +318,7 @@ def gather(typing_context, array, start, stride, count):
             inside = builder.icmp_signed("<", place, last)
             place = builder.mul(builder.select(inside, place, last), stride)
             numbers.append(builder.load(builder.gep(first, [place])))
-        return _pack(builder, numbers)
+        return cgutils.pack_array(builder, numbers)
 
     return _tuple(warp.WARP)(array, types.int64, types.int64, types.int64), codegen
 
@@ -339,7 +329,7 @@ def scatter(typing_context, array, start, stride, count, numbers):
 
     def codegen(context, builder, signature, args):
         first = element(context, builder, signature, args, 0)
-        for i, x in enumerate(_unpack(builder, args[4])):
+        for i, x in enumerate(cgutils.unpack_tuple(builder, args[4])):
             place = ir.Constant(I64, i)
             with builder.if_then(builder.icmp_signed("<", place, args[3])):
                 builder.store(x, builder.gep(first, [builder.mul(place, args[2])]))
@@ -358,7 +348,7 @@ def left_fold(typing_context, o, numbers, a, b):
             context.make_array(kind)(context, builder, x).data
             for kind, x in zip(signature.args[2:], args[2:], strict=True)
         ]
-        for i, x in enumerate(_unpack(builder, args[1])):
+        for i, x in enumerate(cgutils.unpack_tuple(builder, args[1])):
             a, b = (builder.load(builder.gep(p, [ir.Constant(I32, i)])) for p in factors)
             folded = blended(builder, o, a, x, b)
             kept = builder.select(builder.fcmp_ordered("<", b, ir.Constant(F32, 0.0)), o, folded)
@@ -374,11 +364,11 @@ def column_sums(lanes):
     @intrinsic
     def sum_columns(typing_context, share):
         def codegen(context, builder, signature, args):
-            numbers, step = _unpack(builder, args[0]), warp.WARP // 2
+            numbers, step = cgutils.unpack_tuple(builder, args[0]), warp.WARP // 2
             while step >= lanes:
                 numbers = [builder.fadd(x, _shuffle(builder, x, step)) for x in numbers]
                 step //= 2
-            return _pack(builder, numbers)
+            return cgutils.pack_array(builder, numbers)
 
         return share(share), codegen
 

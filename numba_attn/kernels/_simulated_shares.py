@@ -1,6 +1,7 @@
 """What `shares` has, in Python, for Numba's CUDA simulator; imported only inside it."""
 
 from .. import _arrays
+from .._plan_cuda import WIDE
 from . import warp
 from ._shares import first_sum, sums_given
 from ._simulator import exchange, lane_of_thread
@@ -26,7 +27,7 @@ def loader(name, deal, rows=1):
 
 def copier(name, deal, variant):
     """Return the function with which a block copies a tile of rows to its place in a ring."""
-    width = 16 // _arrays.CARRIERS[name].itemsize if variant.wide else 1
+    width = WIDE // _arrays.CARRIERS[name].itemsize if variant.wide else 1
     copy = warp.copy_16_bytes if variant.wide else warp.copy_element
     copy = warp.start_copy if variant.asynchronous else copy
     chunks, pitch = deal.length // width, deal.pitch
@@ -43,9 +44,9 @@ def copier(name, deal, variant):
 
 def adder(deal):
     """Return the function that adds a lane's share of rows to a shared array."""
+    own = deal.share
 
     def add_share(array, share, lane):
-        own = deal.width * deal.parts
         for i, x in enumerate(share):
             row, place = divmod(i, own)
             piece = lane + place // deal.width * deal.lanes

@@ -3,8 +3,8 @@
 There, a CUDA thread is a Python thread, and a block's main thread polls the others, which costs
 most of the time. Here one thread of a block runs at a time, until it has to wait for others; then
 it wakes the next that need not. So threads run in order, which is the worst case for a missing
-barrier: the first one runs ahead of all. Shared memory is allocated without a race and starts as
-NaN, and the lanes of a warp can meet.
+barrier: the first one runs ahead of all. Shared memory starts as NaN, and the lanes of a warp can
+meet.
 """
 
 import collections
@@ -169,7 +169,6 @@ def exchange(x):
     return values
 
 
-_allocating = threading.Lock()
 _dynamic_array = kernelapi.FakeCUDAShared.array
 
 
@@ -181,12 +180,11 @@ def _shared_array(self, shape, dtype, alignment=None):
         dtype = kernelapi.numpy_support.as_dtype(dtype)
     caller = sys._getframe(1)
     line = caller.f_code, caller.f_lineno
-    with _allocating:
-        if line not in self._allocations:
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            poison = np.full(size, 0xFF, np.uint8)
-            self._allocations[line] = poison.view(dtype).reshape(shape)
-        return self._allocations[line]
+    if line not in self._allocations:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        poison = np.full(size, 0xFF, np.uint8)
+        self._allocations[line] = poison.view(dtype).reshape(shape)
+    return self._allocations[line]
 
 
 kernel.BlockManager = _Block

@@ -246,17 +246,27 @@ def absorbing(variant):
 
 
 def accumulating(variant):
-    """Return the functions that add a tile's values to a lane's share of o, and store it."""
+    """Return the functions that begin a partial state, add a tile's values to o, and store it."""
     value, heads, ring_mask = variant.value, variant.heads, variant.stages - 1
     padded, lanes = variant.padded_heads, value.lanes
     rows_at_once, warps = variant.threads // lanes, variant.threads // WARP
     turns = _plan.ceil_div(variant.tile, rows_at_once)
     tile_tokens, pitch, size = variant.tile, value.pitch, heads * value.pitch
     load_v = shares.loader(variant.formats[2], value)
-    load_heads = shares.loader("float32", _plan_cuda.Deal(padded, padded, 1, 1))
-    rescale = shares.rescaler(value.width * value.parts)
+    load_heads = shares.loader("float32", _plan_cuda.deal(padded, padded))
+    rescale = shares.rescaler(value.share)
     weigh, sum_columns, add_share = shares.weigh, shares.column_sums(lanes), shares.adder(value)
     threads, o_turns = variant.threads, _plan.ceil_div(size, variant.threads)
+
+    @cuda_function
+    def start(memory, thread):
+        """Return the partial state to the identity."""
+        for turn in range(o_turns):
+            i = thread + turn * threads
+            if i < size:
+                memory.o[i] = recurrence.ZERO
+        if thread < heads:
+            memory.m[thread], memory.l[thread] = recurrence.NEG_INF, recurrence.ZERO
 
     def adding_rows(turn):
         @cuda_function
@@ -293,7 +303,7 @@ def accumulating(variant):
                 memory.o[i] *= v_factor
         cuda.syncthreads()
 
-    return accumulate, store
+    return start, accumulate, store
 
 
 def _in_turn(functions):
@@ -312,27 +322,14 @@ def _in_turn(functions):
 
 def attending(variant):
     """Return the function that leaves the partial state of a split in shared memory."""
-    heads, threads, ahead = variant.heads, variant.threads, variant.stages - 1
+    ahead, tile_tokens = variant.stages - 1, variant.tile
     asynchronous, token_scales = variant.asynchronous, variant.token_scales
-    tile_tokens = variant.tile
     wait_for_copies = warp.waiter(max(ahead - 1, 0))
     list_rows, stage = staging(variant)
     widen_queries, score = widening(variant), scoring(variant)
     absorb = absorbing(variant)
-    accumulate, store = accumulating(variant)
-    size = heads * variant.value.pitch
-    o_turns = _plan.ceil_div(size, threads)
-    no_values = (recurrence.ZERO,) * (heads * variant.value.width * variant.value.parts)
-
-    @cuda_function
-    def start(memory, thread):
-        """Return the partial state to the identity."""
-        for turn in range(o_turns):
-            i = thread + turn * threads
-            if i < size:
-                memory.o[i] = recurrence.ZERO
-        if thread < heads:
-            memory.m[thread], memory.l[thread] = recurrence.NEG_INF, recurrence.ZERO
+    start, accumulate, store = accumulating(variant)
+    no_values = (recurrence.ZERO,) * (variant.heads * variant.value.share)
 
     @cuda_function
     def attend(memory, q, k_pool, v_pool, tables, where, factors, row, block_size, begin, count):

@@ -48,9 +48,10 @@ def step_tile(state, q, k_pool, v_pool, formats, tile, options):
         return  # no row, or none can have a token
     call = _prepare(state, q, k_pool, v_pool, formats, tile, options)
     most_splits = _plan_cuda.most_splits(tile.tables.shape[1] * k_pool.shape[1], options)
-    name = _plan_cuda.kernel_name(options.kernel, most_splits)
-    run = _run_simple if name == "simple" else _run_split
-    run(state, call, most_splits)
+    if _plan_cuda.kernel_name(options.kernel, most_splits) == "simple":
+        _run_simple(state, call)
+    else:
+        _run_split(state, call, most_splits)
 
 
 class _Call(NamedTuple):
@@ -92,7 +93,7 @@ def _prepare(state, q, k_pool, v_pool, formats, tile, options):
     return _Call(variant, [array.memory for array in arrays], where, lists, sizes, factors)
 
 
-def _run_simple(state, call, most_splits):
+def _run_simple(state, call):
     args = (*call.memory, call.where, call.lists, call.sizes, call.factors, state.buffer)
     launch(step_cuda.simple(call.variant), state.m.size, call.variant.threads, *args)
 

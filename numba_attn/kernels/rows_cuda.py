@@ -132,9 +132,8 @@ def find(row, lists, sizes):
 
 
 @cuda_function
-def splits_of(row, lists, sizes, skip, most):
-    """Return the first of a row's splits after `skip` of them, and how many: at most so many."""
-    _, begin, end, origin, _ = find(row, lists, sizes)
+def splits_of(begin, end, origin, skip, most):
+    """Return the first split of a range after `skip` of them, and how many: at most so many."""
     first = divide(begin - origin, SPLIT)
     count = divide(end - origin + SPLIT - 1, SPLIT) - first if end > begin else 0
     return first + skip, min(max(count - skip, 0), most)

@@ -77,7 +77,6 @@ def merge_splits(parts, num_parts, starts, state, num_rows, num_heads, dim):
     head = pair - row * num_heads
     pairs, part_pairs = num_rows * num_heads, num_parts * num_heads
     begin, end = starts[row], starts[row + 1]
-    m, l = state[pair], state[pairs + pair]
     if begin == end:
         return
     for column in range(thread, dim + thread, MERGE_THREADS):

@@ -116,14 +116,15 @@ def list_items(lists, sizes, skip, most, items):
     row, lane = cuda.blockIdx.x, cuda.threadIdx.x
     own = 0
     for other in range(lane, row, WARP):
-        own += rows_cuda.splits_of(other, lists, sizes, skip, most)[1]
+        _, begin, end, origin, _ = rows_cuda.find(other, lists, sizes)
+        own += rows_cuda.splits_of(begin, end, origin, skip, most)[1]
     before[lane] = own
     cuda.syncthreads()
     start = 0
     for i in range(WARP):
         start += before[i]
-    split, count = rows_cuda.splits_of(row, lists, sizes, skip, most)
     seq, begin, end, origin, place = rows_cuda.find(row, lists, sizes)
+    split, count = rows_cuda.splits_of(begin, end, origin, skip, most)
     if lane == 0:
         items[row] = start
         if row == sizes.num_rows - 1:

@@ -10,6 +10,7 @@ as float32, exactly, and NaN for a NaN.
 import functools
 
 from .. import _arrays, _device
+from .._plan_cuda import WIDE
 from . import recurrence
 from ._jit import cuda_function
 
@@ -58,7 +59,7 @@ if SIMULATOR:
 
     def copy_16_bytes(tile, to, rows, start):
         """Copy 16 bytes of elements from global to shared memory, both aligned to 16 bytes."""
-        elements = 16 // tile.itemsize
+        elements = WIDE // tile.itemsize
         assert to % elements == 0
         for i in range(elements):
             tile[to + i] = rows[start + i]
@@ -69,7 +70,7 @@ if SIMULATOR:
 
     def start_copy(tile, to, rows, start):
         """Begin `copy_16_bytes`; it is done when a `waiter` says so, here not before."""
-        rows[start + 16 // tile.itemsize - 1]  # is there
+        rows[start + WIDE // tile.itemsize - 1]  # is there
         begun_copies()[-1].append((tile, to, rows, start))
 
     def end_copies():
@@ -96,7 +97,6 @@ else:
     I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
     F16, F32 = ir.HalfType(), ir.FloatType()
     _16_BYTES = ir.VectorType(I32, 4)
-    WIDE = 16  # bytes
     GLOBAL, SHARED = 1, 3  # address spaces
     ALL_LANES = 0xFFFFFFFF
 
@@ -223,50 +223,38 @@ else:
             target = builder.inttoptr(target, ir.PointerType(kind, SHARED))
             builder.store(builder.load(source, align=size), target, align=size)
 
-    def _inline(text, constraints, kinds=()):
-        """Return what emits one statement of PTX that touches memory."""
-
-        def emit(builder, *args):
-            kind = ir.FunctionType(ir.VoidType(), kinds)
-            builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), args)
-
-        return emit
-
-    _start_copy = _inline(
-        "{ .reg .pred inside; setp.ne.u32 inside, $2, 0; "
-        "@inside cp.async.cg.shared.global [$0], [$1], 16; }",
-        "r,l,r,~{memory}",
-        (I32, I64, I32),
-    )
-    _end_copies = _inline("cp.async.commit_group;", "~{memory}")
-
     def copy_in_time(builder, target, source, inside, size):
         """Emit the begin of such a copy of 16 bytes; a `waiter` waits for it (sm_80 and later)."""
-        _start_copy(builder, target, source, builder.zext(inside, I32))
+        text = (
+            "{ .reg .pred inside; setp.ne.u32 inside, $2, 0; "
+            "@inside cp.async.cg.shared.global [$0], [$1], 16; }"
+        )
+        _emit(builder, text, "r,l,r,", target, source, builder.zext(inside, I32))
 
-    @intrinsic
-    def end_copies(typing_context):
-        """End a group of copies."""
+    def _emit(builder, text, constraints, *args):
+        """Emit one statement of PTX that touches memory."""
+        kind = ir.FunctionType(ir.VoidType(), [x.type for x in args])
+        statement = ir.InlineAsm(kind, text, f"{constraints}~{{memory}}", side_effect=True)
+        builder.call(statement, args)
 
-        def codegen(context, builder, signature, args):
-            _end_copies(builder)
-            return context.get_dummy_value()
-
-        return types.void(), codegen
-
-    def waiter(groups):
-        """Return the function that waits until at most so many last groups are under way."""
-        wait = _inline(f"cp.async.wait_group {groups};", "~{memory}")
+    def _statement(text):
+        """Return the function that is one statement of PTX."""
 
         @intrinsic
-        def wait_for_copies(typing_context):
+        def run(typing_context):
             def codegen(context, builder, signature, args):
-                wait(builder)
+                _emit(builder, text, "")
                 return context.get_dummy_value()
 
             return types.void(), codegen
 
-        return wait_for_copies
+        return run
+
+    end_copies = _statement("cp.async.commit_group;")  # of a group
+
+    def waiter(groups):
+        """Return the function that waits until at most so many last groups are under way."""
+        return _statement(f"cp.async.wait_group {groups};")
 
 
 @functools.cache
