@@ -133,6 +133,33 @@ def test_device_out_of_a_call_on_the_cpu_may_be_strided():
     assert (whole[:, :, 12:] == 7).all()
 
 
+class Foreign:
+    """A device array as torch has them: its dtype is no NumPy's, its strides are a method."""
+
+    __cuda_array_interface__ = None
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, "torch.uint16"
+
+    def stride(self):
+        raise NotImplementedError
+
+
+@in_simulator
+def test_arrays_of_another_library(monkeypatch):
+    monkeypatch.setattr(_device, "as_device_array", lambda x: getattr(x, "array", x))
+    seqs = draw((5, 9), gqa=1, num_kv_heads=2, head_dim=8)
+    given = [Foreign(array) for array in on_device(seqs.q, place(seqs, 4))]
+    out = Foreign(to_device(np.zeros(seqs.q.shape, np.uint16)))
+    for device in ("cuda", "cpu"):
+        expected = numba_attn.paged_attention(seqs.q, *place(seqs, 4), device=device)
+        assert numba_attn.paged_attention(*given, device=device, out=out) is out
+        assert_same_bits((_arrays.to_host(out.array).view(BFLOAT16), expected))
+    state = AttentionState.like(*given[:3:2])
+    assert numba_attn.finalize(state, out=out) is out
+    assert not _arrays.to_host(out.array).any()
+
+
 def filled(num_seqs, seed, device):
     """Make a state of random numbers; its second row is empty, but for o, which is NaN."""
     rng = np.random.default_rng(seed)
