@@ -22,17 +22,15 @@ import argparse
 import functools
 import heapq
 import json
+import math
 import pathlib
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numba
-import numpy as np
-
-from numba_attn import _arrays, _plan, _plan_cuda, _ptx, _sass
+from numba_attn import _plan, _plan_cuda, _ptx, _sass
 from numba_attn._ptx import Compiled
 from numba_attn._workloads import WORKLOADS, Workload
 
@@ -56,9 +54,7 @@ ALONE = 2.0  # an instruction of a warp that a processor has nothing beside: hal
 
 CAPABILITY = (9, 0)
 WARP = 32
-TILE = _plan.GROUP_TOKENS
-TILES_OF_SPLIT = _plan_cuda.SPLIT_TOKENS // TILE
-STEPS_OF_SUM = 5  # shuffles that add up a warp
+SPLIT = _plan_cuda.SPLIT_TOKENS
 
 
 class Launch(NamedTuple):
@@ -214,78 +210,79 @@ def estimate(step: list[Launch]) -> Estimate:
 def launches(workload: Workload) -> list[Launch]:
     """Describe the launches of a decode step, the one that reads K and V first.
 
-    THIS IS THE PLACE that knows the kernels: today `simple`, a block for each row and query head,
-    which reads all K and V of its row. All else here takes them as they come.
+    This is the place that knows the kernels; all else here takes them as they come.
     """
-    dim, num_q_heads = workload.head_dim, workload.num_q_heads
-    variant = _plan_cuda.StepVariant(dim, dim, wide=True)
-    kernel = compile_step(variant)
-    program = _sass.parse(kernel.sass)
-    tokens_of_warp = TILE * WARP // variant.threads
-    shuffles = STEPS_OF_SUM * tokens_of_warp
-    tile_bytes = 2 * TILE * dim * 2
+    dim, rows = workload.head_dim, workload.num_seqs
+    gqa = workload.num_q_heads // workload.num_kv_heads
+    variant = _plan_cuda.split_variant(_plan_cuda.StepVariant(dim, dim, True), gqa, True)
+    groups = _plan.ceil_div(gqa, variant.heads)
+    splits = [SPLIT] * sum(n // SPLIT for n in workload.seq_lens)
+    splits += [n % SPLIT for n in workload.seq_lens if n % SPLIT]
+    partial_bytes = 4 * len(splits) * workload.num_q_heads * (dim + 2)
+    state_bytes = 4 * rows * workload.num_q_heads * (dim + 2)
+    kernel = compiled("split", variant)
+    tile_bytes = variant.tile * variant.token_bytes
+    split = Launch(
+        name="split",
+        kernel=kernel,
+        threads=variant.threads,
+        tiles=tuple(
+            _plan.ceil_div(n, variant.tile)
+            for n in splits
+            for _ in range(workload.num_kv_heads * groups)
+        ),
+        kv_bytes=workload.kv_bytes,
+        asked_bytes=workload.kv_bytes * groups,
+        other_bytes=partial_bytes + 2 * rows * workload.num_q_heads * dim,
+        in_flight=(variant.stages - 1) * tile_bytes,
+        counts=counts_of_tile(_sass.parse(kernel.sass), SPLIT // variant.tile),
+        # Of the rows of a lane, which are summed side by side, one; and the two of absorb.
+        shuffles=math.log2(variant.key.lanes) + 2 * math.log2(variant.tile),
+        # A split waits for its item and for its table; then for what it has begun to copy.
+        waits=3 * variant.tile / SPLIT,
+    )
+    partials = [_plan.ceil_div(n, SPLIT) for n in workload.seq_lens]
+    merge = rest_of_step(
+        "merge_splits",
+        tiles=[_plan.ceil_div(n, WARP) for n in partials for _ in range(workload.num_q_heads)],
+        threads=WARP * _plan.ceil_div(dim, WARP),
+        other_bytes=partial_bytes + 2 * state_bytes,
+    )
+    pairs = rows * workload.num_q_heads
     return [
-        Launch(
-            name="simple",
-            kernel=kernel,
-            threads=variant.threads,
-            tiles=tuple(
-                _plan.ceil_div(n, TILE) for n in workload.seq_lens for _ in range(num_q_heads)
-            ),
-            kv_bytes=workload.kv_bytes,
-            asked_bytes=workload.kv_bytes * num_q_heads // workload.num_kv_heads,
-            other_bytes=workload.num_seqs * num_q_heads * (2 * dim + 2 * 4 * (dim + 2)),
-            in_flight=variant.threads * _plan_cuda.WIDE,
-            counts=counts_of_tile(program, shuffles),
-            shuffles=shuffles,
-            # Each load is stored before the next is made; a split waits for its table, then for o.
-            waits=tile_bytes / (variant.threads * _plan_cuda.WIDE) + 2 / TILES_OF_SPLIT,
-        )
+        split,
+        rest_of_step("list_items", [1] * rows, WARP, 0),
+        merge,
+        rest_of_step("finalize-bfloat16", [1] * pairs, WARP, state_bytes),
     ]
 
 
-def counts_of_tile(program: _sass.Program, shuffles: int) -> Counter[str]:
+def rest_of_step(name: str, tiles: list[int], threads: int, other_bytes: int) -> Launch:
+    """Describe a launch that reads no K or V; it waits for the memory once in each pass."""
+    kernel = compiled(name)
+    counts = _sass.count(_sass.parse(kernel.sass), None, 1)
+    return Launch(name, kernel, threads, tuple(tiles), 0, 0, other_bytes, 0, counts, 0, 1)
+
+
+def counts_of_tile(program: _sass.Program, tiles_of_split: int) -> Counter[str]:
     """Count a warp's instructions for a tile, and its share of those for the split around it."""
-
-    def passes(kinds: Counter[str]) -> int:
-        if kinds["BAR"]:  # the loop over tiles
-            return 1
-        return shuffles // kinds["SHFL"] if kinds["SHFL"] else 0  # the loop over a warp's tokens
-
     loop = _sass.main_loop(program)
     assert loop is not None, "a step walks its tiles in a loop"
-    tile = _sass.count(program, loop, passes)
+    tile = _sass.count(program, loop, 0)
     if (around := _sass.outer_loop(program, loop)) is None:
         return tile
-    split = _sass.count(program, around, passes) - tile
-    return Counter({kind: tile[kind] + split[kind] / TILES_OF_SPLIT for kind in tile | split})
+    split = _sass.count(program, around, 1) - tile
+    return Counter({kind: tile[kind] + split[kind] / tiles_of_split for kind in tile | split})
 
 
 @functools.cache
-def compile_step(variant: _plan_cuda.StepVariant) -> Compiled:
-    """Compile the kernel of a step."""
-    from numba.cuda import types
+def compiled(name: str, variant: _plan_cuda.StepVariant | None = None) -> Compiled:
+    """Compile a kernel."""
+    from numba_attn.kernels import _signatures
 
-    from numba_attn.kernels import cuda, rows_cuda
-
-    def array(dtype: str | np.dtype, axes: int = 1) -> Any:
-        return types.Array(numba.from_dtype(np.dtype(dtype)), axes, "C")
-
-    place = (0, 0)
-    where = rows_cuda.Places(*((0,) * n for n in (4, 5, 5, 3, 4, 4, 2)))
-    tuples = where, rows_cuda.Lists(*(place,) * 5), rows_cuda.Sizes(*(0,) * 7)
-    factors = (np.float32(0),) * 2
-    signature = (
-        *(array(_arrays.CARRIERS[name]) for name in variant.formats),
-        array("i4"),
-        *map(numba.typeof, (*tuples, factors)),
-        *(array("f4", axes) for axes in (2, 2, 3)),
-    )
-    kernel = cuda._step_kernel(variant)
+    found = _signatures.step(name, variant) if variant else _signatures.others()[name]
     with tempfile.TemporaryDirectory() as folder:
-        return _ptx.compile_kernel(
-            kernel, signature, CAPABILITY, pathlib.Path(folder), disassemble=True
-        )
+        return _ptx.compile_kernel(*found, CAPABILITY, pathlib.Path(folder), disassemble=True)
 
 
 HEADS = (
@@ -295,8 +292,9 @@ HEADS = (
         "blocks/SM",
         "instr./tile",
         *BOUNDS,
-        "step",
         "binds",
+        "its us",
+        "of copy",
         "others",
         "gaps",
     ),
@@ -307,11 +305,13 @@ HEADS = (
 def row(workload: Workload, step: list[Launch], measured: float | None) -> list[str]:
     """Return the cells of a workload; `measured` is in microseconds."""
     paper, first = estimate(step), step[0]
-    times = [*paper.bounds.values(), paper.bounds[paper.binding], paper.others, paper.gaps]
-    *before, others, gaps = (f"{seconds * 1e6:.1f}" for seconds in times)
+    alone = paper.bounds[paper.binding]
+    times = [*paper.bounds.values(), alone, paper.others, paper.gaps]
+    *before, its, others, gaps = (f"{seconds * 1e6:.1f}" for seconds in times)
     return [
         *(workload.name, first.name, str(first.kernel.registers), str(first.resident)),
-        *(f"{sum(first.counts.values()):.0f}", *before, paper.binding, others, gaps),
+        *(f"{sum(first.counts.values()):.0f}", *before, paper.binding, its),
+        *(f"{of_copy(workload, alone):.3f}", others, gaps),
         *(f"{paper.total * 1e6:.1f}", f"{of_copy(workload, paper.total):.3f}"),
         "" if measured is None else f"{measured:.1f}",
         "" if measured is None else f"{of_copy(workload, measured / 1e6):.3f}",

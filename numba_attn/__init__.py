@@ -12,7 +12,7 @@ from .api import finalize, merge, paged_attention, step_tile
 from .append import append_kv
 from .state import AttentionState
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AttentionState",

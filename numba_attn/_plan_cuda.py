@@ -24,12 +24,18 @@ TILE_TOKENS = 32
 MOST_THREADS = 128
 """Of a block; their number decides the order of sums, and so the bits."""
 
+HEADS_AT_ONCE = 4
+"""Query heads that are scored at a time, so that registers need not hold all of q."""
+
 RING_BYTES = 32 * 1024
 """Most shared memory for tiles on their way; four or more blocks fit a multiprocessor then."""
 
 _STAGES = (4, 2), (1,)  # tiles in the ring, by preference: powers of two
 _WARP = 32
-_RESIDENT_THREADS = (40, 640), (60, 640), (80, 512), (10**9, 384)  # by shares, see below
+_RESIDENT_THREADS = {  # of a multiprocessor, by the most shares of a thread; see below
+    True: ((56, 640), (80, 512), (10**9, 384)),  # rows that fit their lanes
+    False: ((80, 384), (10**9, 256)),  # guards take registers
+}
 _MAX_SHARES = 120  # float32 numbers of q, o and sums that a thread holds in registers
 
 
@@ -45,6 +51,11 @@ class Deal(NamedTuple):
     def pieces(self) -> int:
         """Pieces of a row."""
         return ceil_div(self.length, self.width)
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether all lanes have a piece of every part."""
+        return self.pieces == self.lanes * self.parts
 
     @property
     def pitch(self) -> int:
@@ -174,13 +185,15 @@ class StepVariant(NamedTuple):
     @property
     def resident_blocks(self) -> int:
         """Blocks that a multiprocessor must have room for: what limits a thread's registers."""
-        threads = next(threads for most, threads in _RESIDENT_THREADS if self.shares <= most)
-        return threads // self.threads
+        fits = self.wide and self.key.fits and self.value.fits
+        limits = _RESIDENT_THREADS[fits]
+        return next(n for most, n in limits if self.shares <= most) // self.threads
 
     @property
     def shares(self) -> int:
-        """Numbers of q, o and sums that a thread holds."""
-        return self.heads * (8 * self.key.parts + 4 * self.value.parts + 2)
+        """Numbers of q, o and sums that a thread holds at a time."""
+        scored = min(self.heads, HEADS_AT_ONCE)
+        return scored * (8 * self.key.parts + 2) + 4 * self.heads * self.value.parts
 
 
 class Rows(NamedTuple):

@@ -17,11 +17,12 @@ class Backend:
     `place` is the device argument of `AttentionState` and `paged_attention`, or nothing.
     """
 
-    def __init__(self, name: str, module: ModuleType, **place: str) -> None:
+    def __init__(self, name: str, module: ModuleType, *, kernel=None, **place: str) -> None:
         self.name = name
         self.module = module
         self.place = place
-        self.step_tile = module.step_tile
+        self.kernel = {} if kernel is None else {"kernel": kernel}
+        self.step_tile = functools.partial(module.step_tile, **self.kernel)
         self.merge = module.merge
 
     def __repr__(self) -> str:
@@ -41,7 +42,7 @@ class Backend:
         return _device.backend(self.name).SPLIT
 
     def paged_attention(self, *args, **options):
-        return self.module.paged_attention(*args, **options, **self.place)
+        return self.module.paged_attention(*args, **options, **self.place, **self.kernel)
 
     def AttentionState(self, *sizes):
         return self.module.AttentionState(*sizes, **self.place)
@@ -82,4 +83,6 @@ class Backend:
 def get(name: str) -> Backend:
     if name == "reference":
         return Backend(name, numba_attn.reference)
+    if name == "cuda split":
+        return Backend("cuda", numba_attn, kernel="split", device="cuda")
     return Backend(name, numba_attn, device=name)

@@ -9,6 +9,10 @@ import numba_attn
 from numba_attn import _device
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+# What is small runs `simple`; these modules ask for `split` too, which has the same bits.
+SPLIT = pytest.param("cuda split", marks=[pytest.mark.cuda, pytest.mark.split])
+WITH_SPLIT = {"test_golden", "test_options", "test_properties", "test_queries", "test_starts"}
+WITH_SPLIT |= {"test_window", "test_sinks", "test_nonfinite"}
 
 
 def pytest_configure() -> None:
@@ -26,6 +30,14 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("numba_attn")
 
 
+def pytest_collection_modifyitems(items) -> None:
+    items[:] = [
+        item
+        for item in items
+        if not item.get_closest_marker("split") or item.path.stem in WITH_SPLIT
+    ]
+
+
 @functools.cache
 def has_device() -> bool:
     return not _device.is_simulator() and "cuda" in numba_attn.available_devices()
@@ -38,13 +50,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device here; test_simulator.py runs these in their own process")
 
 
-@pytest.fixture(scope="session", params=["reference", "cpu", CUDA])
+@pytest.fixture(scope="session", params=["reference", "cpu", CUDA, SPLIT])
 def backend(request: pytest.FixtureRequest) -> _backends.Backend:
     """Each implementation, the reference included: what holds within the bound."""
     return _backends.get(request.param)
 
 
-@pytest.fixture(scope="session", params=["cpu", CUDA])
+@pytest.fixture(scope="session", params=["cpu", CUDA, SPLIT])
 def twin(request: pytest.FixtureRequest) -> _backends.Backend:
     """Each twin: what holds bit for bit."""
     return _backends.get(request.param)

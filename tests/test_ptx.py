@@ -2,96 +2,96 @@
 
 import re
 
-import numpy as np
 import pytest
 
-from numba_attn import _arrays, _plan_cuda, _ptx
+from numba_attn import _arrays, _plan_cuda, _ptx, _sass
 from numba_attn._call import Formats
+from numba_attn._workloads import WORKLOADS
 
 if reason := _ptx.missing():
     pytest.skip(reason, allow_module_level=True)
 
-import numba
-from numba.cuda import types
-
-from numba_attn.kernels import cuda, rows_cuda
+from numba_attn.kernels import _signatures
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
-HEAD_DIMS = [1, 8, 20, 64, 80, 96, 112, 128, 192, 256, 512]
+HEAD_DIMS = [1, 20, 64, 80, 112, 128, 256, 512]
 OPTIONS = {"softcap": True, "alibi": True, "token_scales": True}
+Variant = _plan_cuda.StepVariant
+
+
+def split(simple, gqa, asynchronous=True):
+    return "split", _plan_cuda.split_variant(simple, gqa, asynchronous)
+
+
+DECODE = {
+    name: split(Variant(w.head_dim, w.head_dim, True), w.num_q_heads // w.num_kv_heads)
+    for name, w in WORKLOADS.items()
+}
 SIZES = [
-    _plan_cuda.StepVariant(d, dv, wide)
+    Variant(d, dv, wide)
     for d, dv in [*zip(HEAD_DIMS, HEAD_DIMS, strict=True), (192, 128), (576, 512), (20, 33)]
     for wide in (False, True)
     if not wide or d % 8 == dv % 8 == 0
 ]
 FORMATS = [
-    _plan_cuda.StepVariant(128, 128, wide, Formats("bfloat16", name, name))
+    Variant(128, 128, wide, Formats("bfloat16", name, name))
     for name in _arrays.CARRIERS
     for wide in (False, True)
     if name != "bfloat16"
 ]
-SINGLE_OPTIONS = [_plan_cuda.StepVariant(64, 64, True, **{name: True}) for name in OPTIONS]
 ALL_OPTIONS = [
-    _plan_cuda.StepVariant(128, 128, True, Formats("float32", "int8", "float8_e4m3fn"), **OPTIONS),
-    _plan_cuda.StepVariant(80, 40, False, Formats("float16", "float8_e5m2", "float16"), **OPTIONS),
+    Variant(128, 128, True, Formats("float32", "int8", "float8_e4m3fn"), **OPTIONS),
+    Variant(80, 40, False, Formats("float16", "float8_e5m2", "float16"), **OPTIONS),
 ]
-HARDEST = [v for v in SIZES if v[:2] in ((1, 1), (20, 33), (80, 80), (128, 128), (576, 512))]
-# Everything for one device; elsewhere the sizes that need most, and all options at once.
-STEPS = [(variant, (9, 0)) for variant in SIZES + FORMATS + SINGLE_OPTIONS + ALL_OPTIONS]
+SINGLE_OPTIONS = [Variant(128, 128, True, **{name: True}) for name in OPTIONS]
+MOST_ASKED = [v for v in SIZES if v[:3] in ((64, 64, True), (128, 128, True), (80, 80, False))]
+HARDEST = [v for v in SIZES if v[:2] in ((20, 33), (256, 256), (576, 512))]
+# Everything for one device; elsewhere what decodes, the sizes that need most, and all options.
+STEPS = [
+    (*step, (9, 0))
+    for step in (
+        *(("simple", variant) for variant in MOST_ASKED + HARDEST[-1:] + ALL_OPTIONS[1:]),
+        *(split(variant, 4) for variant in SIZES + FORMATS + SINGLE_OPTIONS + ALL_OPTIONS),
+        *(split(variant, 8) for variant in MOST_ASKED[-1:] + ALL_OPTIONS + HARDEST[:1]),
+        *(split(variant, 16, False) for variant in HARDEST[-1:] + MOST_ASKED[-1:]),
+        *DECODE.values(),
+    )
+]
 STEPS += [
-    (variant, capability)
-    for variant in HARDEST + ALL_OPTIONS
+    (*step, capability)
+    for step in (DECODE["W4"], DECODE["W6"], split(HARDEST[-1], 16), split(ALL_OPTIONS[0], 8))
     for capability in CAPABILITIES
     if capability != (9, 0)
 ]
-
-
-def array(dtype, axes=1):
-    return types.Array(numba.from_dtype(np.dtype(dtype)), axes, "C")
-
-
-STATE = (array("f4", 2), array("f4", 2), array("f4", 3))
-PLACE = (0, 0)
-SHARED = (
-    rows_cuda.Places(*((0,) * n for n in (4, 5, 5, 3, 4, 4, 2))),
-    rows_cuda.Lists(*(PLACE,) * 5),
-    rows_cuda.Sizes(*(0,) * 7),
-    (np.float32(0),) * 2,
-)
-STEP = (array("i4"), *map(numba.typeof, SHARED), *STATE)
-FINALIZE = (types.int64, numba.typeof(PLACE), array("f4", 2))
-OTHERS = {
-    "_merge_splits": (*STATE, array("i4"), *STATE),
-    "_reset": STATE,
-    "_times": (array("i4"), numba.typeof(PLACE), types.int64, array("i4")),
-}
+STEPS = list(dict.fromkeys(STEPS))
+OTHERS = _signatures.others()
 
 
 def name_of(given):
-    """Name a variant or a compute capability."""
-    if not isinstance(given, _plan_cuda.StepVariant):
+    """Name a kernel, a variant or a compute capability."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, Variant):
         return "sm_{}{}".format(*given)
     options = [name for name in OPTIONS if getattr(given, name)]
     path = "wide" if given.wide else "narrow"
-    return "-".join([*map(str, given[:2]), path, *given.formats, *options])
+    late = ["async"] * given.asynchronous
+    sizes = map(str, (*given[:2], f"{given.heads}x{given.stages}"))
+    return "-".join([*sizes, path, *late, *given.formats, *options])
 
 
-def compile_step(variant, capability, folder):
-    arrays = [array(_arrays.CARRIERS[name]) for name in variant.formats]
-    return _ptx.compile_kernel(cuda._step_kernel(variant), (*arrays, *STEP), capability, folder)
+def compile_step(name, variant, capability, folder, **options):
+    return _ptx.compile_kernel(*_signatures.step(name, variant), capability, folder, **options)
 
 
-def shared_bytes(variant):
-    pools = zip(variant[:2], variant.formats[1:], strict=True)
-    rows = [_plan_cuda.Rows(0, (0, 0, 0), d, _arrays.CARRIERS[name].itemsize) for d, name in pools]
-    return _plan_cuda.shared_bytes(*rows, variant.token_scales)
-
-
-def check(compiled):
+def check(compiled, registers=128):
     assert compiled.spilled == 0
     assert compiled.stack == 0
-    assert 0 < compiled.registers <= 128
+    check_resources(compiled, registers)
+
+
+def check_resources(compiled, registers):
+    assert 0 < compiled.registers <= registers
     assert compiled.shared <= 48 * 1024
     assert not re.findall(r"\S+\.f64\S*", compiled.ptx)
     assert not re.findall(r"(?:div|rem)\.[us]64", compiled.ptx)
@@ -100,42 +100,75 @@ def check(compiled):
 capabilities = pytest.mark.parametrize("capability", CAPABILITIES, ids=name_of)
 
 
-@pytest.mark.parametrize(("variant", "capability"), STEPS, ids=name_of)
-def test_step(variant, capability, tmp_path):
-    compiled = compile_step(variant, capability, tmp_path)
-    check(compiled)
-    assert shared_bytes(variant) - 32 <= compiled.shared <= shared_bytes(variant)
-    assert bool(re.search(r"ld\.global\S*v4", compiled.ptx)) == variant.wide
+@pytest.mark.parametrize(("name", "variant", "capability"), STEPS, ids=name_of)
+def test_step(name, variant, capability, tmp_path):
+    compiled = compile_step(name, variant, capability, tmp_path, disassemble=True)
+    limit = 65536 // (variant.resident_blocks * variant.threads)
+    if may_spill(variant):  # a few numbers of a split, while its tiles are walked
+        check_resources(compiled, limit)
+        assert compiled.spilled <= 128
+        assert "LOCAL" not in counts_of_main_loop(compiled)
+    else:
+        check(compiled, limit)
+    assert variant.shared_bytes - 32 <= compiled.shared <= variant.shared_bytes
+    assert bool(re.search(r"cp\.async\S* ", compiled.ptx)) == variant.asynchronous
+    copies = re.search(r"ld\.global\S*(v4|128)", compiled.ptx) or variant.asynchronous
+    assert bool(copies) == variant.wide
+    assert _sass.occupancy(compiled.registers, compiled.shared, variant.threads) >= min(
+        variant.resident_blocks, 227 * 1024 // (variant.shared_bytes + 1024)
+    )
+
+
+def may_spill(variant):
+    """Tell of 6 to 8 heads of 128: four blocks on a multiprocessor are worth more."""
+    return variant[:3] == (128, 128, True) and variant.heads > 5
+
+
+def counts_of_main_loop(compiled):
+    if not compiled.sass:
+        pytest.skip("no nvdisasm: pip install 'numba_attn[ptx]'")
+    program = _sass.parse(compiled.sass)
+    return _sass.count(program, _sass.main_loop(program), 0)
+
+
+@pytest.mark.parametrize("workload", DECODE)
+def test_the_main_loop_of_a_decode_step(workload, tmp_path):
+    """K and V come 16 bytes at a time, around the registers, and nothing slow is between."""
+    name, variant = DECODE[workload]
+    compiled = compile_step(name, variant, (9, 0), tmp_path, disassemble=True)
+    counts = counts_of_main_loop(compiled)
+    tile_bytes = variant.tile * variant.token_bytes
+    assert counts["LDGSTS.128"] == tile_bytes // 16 // variant.threads
+    assert not [kind for kind in counts if kind.startswith(("LDG.", "STG"))]
+    assert not {"F64", "DIV64", "LOCAL", "CALL"} & set(counts)
+    assert counts["BAR"] == 3
+    multiplications = 2 * variant.tile * variant.heads * variant.head_dim // variant.threads
+    assert multiplications <= counts["FMA"] <= 1.5 * multiplications + 150
+    assert sum(counts.values()) <= 2.2 * multiplications + 450
 
 
 @capabilities
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_kernels(name, capability, tmp_path):
-    check(_ptx.compile_kernel(getattr(cuda, name), OTHERS[name], capability, tmp_path))
+    check(_ptx.compile_kernel(*OTHERS[name], capability, tmp_path))
 
 
-@capabilities
-@pytest.mark.parametrize("name", _arrays.QUERY_FORMATS)
-def test_finalize(name, capability, tmp_path):
-    kernel, where = cuda._finalize(name), numba.typeof((0,) * 4)
-    signature = (*STATE, array(_arrays.CARRIERS[name]), where, *FINALIZE)
-    check(_ptx.compile_kernel(kernel, signature, capability, tmp_path))
+ARITHMETIC = re.compile(r"\b(?:add|sub|mul|fma|div|ex2)\.\S*f32")
 
 
 @pytest.mark.parametrize("head_dim", [80, 128])
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
-def test_both_paths_do_the_same_arithmetic(head_dim, name, tmp_path):
+def test_all_paths_do_the_same_arithmetic(head_dim, name, tmp_path):
     """The order of the roundings decides the bits: it may not depend on the alignment of a pool."""
-    wide, narrow = (
-        compile_step(
-            _plan_cuda.StepVariant(head_dim, head_dim, wide, Formats("bfloat16", name, name)),
-            (9, 0),
-            tmp_path,
+    variants = [
+        _plan_cuda.split_variant(
+            Variant(head_dim, head_dim, wide, Formats("bfloat16", name, name)), 4, asynchronous
         )
-        for wide in (True, False)
-    )
-    operations = [
-        re.findall(r"\b(?:add|sub|mul|fma|div|ex2)\.\S*f32", path.ptx) for path in (wide, narrow)
+        for wide, asynchronous in ((False, False), (True, False), (True, True))
     ]
-    assert len(operations[0]) > 50
-    assert operations[0] == operations[1]
+    found = [
+        ARITHMETIC.findall(compile_step("split", variant, (9, 0), tmp_path).ptx)
+        for variant in variants
+    ]
+    assert len(found[0]) > 50
+    assert found[0] == found[1] == found[2]

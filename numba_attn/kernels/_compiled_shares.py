@@ -21,6 +21,8 @@ from .warp import (
     element,
 )
 
+MOST_UNROLLED = 4  # copies of a thread; more, of an element each, are a loop
+
 
 def _tuple(count):
     return types.UniTuple(types.float32, count)
@@ -116,7 +118,25 @@ def copier(name, deal, variant):
     itemsize = _arrays.CARRIERS[name].itemsize
     size = warp.WIDE if variant.wide else itemsize
     chunks, pitch = deal.length * itemsize // size, deal.pitch * itemsize
+    threads, tile = variant.threads, variant.tile
+    turns = -(-tile * chunks // threads)
     copy = copy_in_time if variant.asynchronous else copy_at_once
+
+    def number(value):
+        return ir.Constant(I32, value)
+
+    def copy_chunk(builder, ring, pool, rows, first, left, i):
+        """Copy chunk i of the tile, where it is of one of the tokens that are left."""
+        t, chunk = builder.udiv(i, number(chunks)), builder.urem(i, number(chunks))
+        inside = builder.icmp_signed("<", t, left)
+        if tile * chunks % threads:
+            inside = builder.and_(inside, builder.icmp_unsigned("<", t, number(tile)))
+        at = builder.mul(chunk, number(size))
+        token = builder.select(inside, builder.add(first, t), number(0))
+        row = builder.mul(builder.load(builder.gep(rows, [token])), ir.Constant(I64, itemsize))
+        source = builder.add(builder.add(pool, row), builder.zext(at, I64))
+        target = builder.add(ring, builder.add(builder.mul(t, number(pitch)), at))
+        copy(builder, target, source, inside, size)
 
     @intrinsic
     def copy_rows(typing_context, ring, slot, pool, rows, first, count, thread):
@@ -126,27 +146,18 @@ def copier(name, deal, variant):
                 for i in (0, 2, 3)
             )
             slot, first, count, thread = (builder.trunc(args[i], I32) for i in (1, 4, 5, 6))
-            ring = builder.ptrtoint(
-                builder.addrspacecast(ring, ir.PointerType(ring.type.pointee, SHARED)), I32
-            )
-            ring = builder.add(ring, builder.mul(slot, ir.Constant(I32, variant.tile * pitch)))
+            ring = builder.addrspacecast(ring, ir.PointerType(ring.type.pointee, SHARED))
+            ring = builder.add(builder.ptrtoint(ring, I32), builder.mul(slot, number(tile * pitch)))
             rows = builder.addrspacecast(rows, ir.PointerType(I64, SHARED))
-            pool = builder.ptrtoint(pool, I64)
-            left = builder.sub(count, first)
-            for start in range(0, variant.tile * chunks, variant.threads):
-                i = builder.add(thread, ir.Constant(I32, start))
-                t = builder.udiv(i, ir.Constant(I32, chunks))
-                at = builder.mul(builder.urem(i, ir.Constant(I32, chunks)), ir.Constant(I32, size))
-                inside = builder.icmp_signed("<", t, left)
-                if start + variant.threads > variant.tile * chunks:
-                    in_tile = builder.icmp_unsigned("<", t, ir.Constant(I32, variant.tile))
-                    inside = builder.and_(inside, in_tile)
-                token = builder.select(inside, builder.add(first, t), ir.Constant(I32, 0))
-                row = builder.load(builder.gep(rows, [token]))
-                source = builder.add(pool, builder.mul(row, ir.Constant(I64, itemsize)))
-                source = builder.add(source, builder.zext(at, I64))
-                target = builder.add(builder.mul(t, ir.Constant(I32, pitch)), at)
-                copy(builder, builder.add(ring, target), source, inside, size)
+            given = ring, builder.ptrtoint(pool, I64), rows, first, builder.sub(count, first)
+            if turns <= MOST_UNROLLED:
+                for turn in range(turns):
+                    i = builder.add(thread, number(turn * threads))
+                    copy_chunk(builder, *given, i)
+            else:
+                with cgutils.for_range(builder, number(turns)) as loop:
+                    i = builder.add(thread, builder.mul(loop.index, number(threads)))
+                    copy_chunk(builder, *given, i)
             return context.get_dummy_value()
 
         numbers = types.int64
@@ -339,7 +350,7 @@ def scatter(typing_context, array, start, stride, count, numbers):
 
 @intrinsic
 def left_fold(typing_context, o, numbers, a, b):
-    """Return o * a + x * b, number by number: x where a is NaN, o where b is NaN."""
+    """Return o * a + x * b, number by number: x where a is negative, o where b is."""
 
     def codegen(context, builder, signature, args):
         o = args[0]
@@ -350,8 +361,8 @@ def left_fold(typing_context, o, numbers, a, b):
         for i, x in enumerate(_unpack(builder, args[1])):
             a, b = (builder.load(builder.gep(p, [ir.Constant(I32, i)])) for p in factors)
             folded = blended(builder, o, a, x, b)
-            kept = builder.select(builder.fcmp_unordered("uno", b, b), o, folded)
-            o = builder.select(builder.fcmp_unordered("uno", a, a), x, kept)
+            kept = builder.select(builder.fcmp_ordered("<", b, ir.Constant(F32, 0.0)), o, folded)
+            o = builder.select(builder.fcmp_ordered("<", a, ir.Constant(F32, 0.0)), x, kept)
         return o
 
     return types.float32(types.float32, numbers, a, b), codegen

@@ -117,11 +117,11 @@ def scatter(array, start, stride, count, numbers):
 
 
 def left_fold(o, numbers, a, b):
-    """Return o * a + x * b, number by number: x where a is NaN, o where b is NaN."""
+    """Return o * a + x * b, number by number: x where a is negative, o where b is."""
     for x, by, of in zip(numbers, a, b, strict=True):
-        if by != by:
+        if by < 0:
             o = x
-        elif of == of:
+        elif not of < 0:
             o = o * by + x * of
     return o
 

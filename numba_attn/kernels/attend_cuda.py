@@ -22,6 +22,8 @@ from .warp import WARP, cuda
 
 SPLIT = _plan_cuda.SPLIT_TOKENS
 
+HEADS_AT_ONCE = _plan_cuda.HEADS_AT_ONCE
+
 
 class Row(NamedTuple):
     """Where a block's work is: one query token, one kv head, some of its query heads."""
@@ -128,24 +130,15 @@ def staging(variant):
     return list_rows, stage
 
 
-def scoring(variant):
-    """Return the functions that load a lane's share of the queries, and score a tile."""
-    key, heads, ring_mask = variant.key, variant.heads, variant.stages - 1
-    lanes, rows_at_once = key.lanes, variant.threads // key.lanes
-    tokens, pitch = variant.tile, key.pitch
-    turns = _plan.ceil_div(tokens, rows_at_once)
-    load_k = shares.loader(variant.formats[1], key)
-    load_queries = shares.loader("float32", key, rows=heads)
-    sum_rows = shares.row_sums(lanes, heads)
-    sums = sums_given(lanes, heads)
-    stride = max(1, lanes // _plan_cuda.power_of_two(heads))  # lanes from sum to sum
-    load_q, head_dim, threads = warp.LOADERS[variant.formats[0]], key.length, variant.threads
-    query_turns, dots = _plan.ceil_div(heads * pitch, threads), shares.dots
+def widening(variant):
+    """Return the function that writes the block's queries to shared memory, padded with 0."""
+    key, heads, threads = variant.key, variant.heads, variant.threads
+    pitch, head_dim = key.pitch, key.length
+    turns, load_q = _plan.ceil_div(heads * pitch, threads), warp.LOADERS[variant.formats[0]]
 
     @cuda_function
     def widen_queries(memory, q, row, head_stride, thread):
-        """Write the block's queries to shared memory, padded with 0."""
-        for turn in range(query_turns):
+        for turn in range(turns):
             i = thread + turn * threads
             head = warp.divide(i, pitch)
             d = i - head * pitch
@@ -155,31 +148,50 @@ def scoring(variant):
                     x = load_q(q, row.query + head * head_stride + d)
                 memory.query[i] = x
 
+    return widen_queries
+
+
+def scoring(variant):
+    """Return the function that scores a tile, some heads at a time."""
+    functions = []
+    for first in range(0, variant.heads, HEADS_AT_ONCE):
+        functions += _scoring_heads(variant, first, min(HEADS_AT_ONCE, variant.heads - first))
+    score_all = _in_turn(functions)
+
     @cuda_function
-    def query_share(memory, thread):
-        return load_queries(memory.query, 0, thread & (lanes - 1))
+    def score(memory, tile, count, thread):
+        """Write q . k for the tile's tokens; those past its end are of stale rows, and unread."""
+        score_all(0, memory, tile, count, thread)
+
+    return score
+
+
+def _scoring_heads(variant, first_head, heads):
+    """Return the functions that score some heads, each the rows that the block has at once."""
+    key, tokens, ring_mask = variant.key, variant.tile, variant.stages - 1
+    lanes, pitch, rows_at_once = key.lanes, key.pitch, variant.threads // key.lanes
+    load_k = shares.loader(variant.formats[1], key)
+    load_queries = shares.loader("float32", key, rows=heads)
+    sum_rows, dots, sums = shares.row_sums(lanes, heads), shares.dots, sums_given(lanes, heads)
+    stride = max(1, lanes // _plan_cuda.power_of_two(heads))  # lanes from sum to sum
+    queries_at = first_head * pitch
 
     def scoring_rows(turn):
         @cuda_function
-        def score_rows(query, memory, tile, count, thread):
+        def score_rows(unused, memory, tile, count, thread):
             lane, t = thread & (lanes - 1), thread // lanes + turn * rows_at_once
             start = ((tile & ring_mask) * tokens + (t & (tokens - 1))) * pitch
+            query = load_queries(memory.query, queries_at, lane)
             found = sum_rows(dots(query, load_k(memory.k_ring, start, lane)))
             if t < tokens and lane % stride == 0:
                 first = lane // stride * sums
-                shares.scatter(memory.scores, first * tokens + t, tokens, heads - first, found)
-            return query
+                at = (first_head + first) * tokens + t
+                shares.scatter(memory.scores, at, tokens, heads - first, found)
+            return unused
 
         return score_rows
 
-    score_all = _in_turn([scoring_rows(turn) for turn in range(turns)])
-
-    @cuda_function
-    def score(query, memory, tile, count, thread):
-        """Write q . k for the tile's tokens; those past its end are of stale rows, and unread."""
-        score_all(query, memory, tile, count, thread)
-
-    return widen_queries, query_share, score
+    return [scoring_rows(turn) for turn in range(_plan.ceil_div(tokens, rows_at_once))]
 
 
 def absorbing(variant):
@@ -305,7 +317,7 @@ def attending(variant):
     tile_tokens = variant.tile
     wait_for_copies = warp.waiter(max(ahead - 1, 0))
     list_rows, stage = staging(variant)
-    widen_queries, query_share, score = scoring(variant)
+    widen_queries, score = widening(variant), scoring(variant)
     absorb = absorbing(variant)
     accumulate, store = accumulating(variant)
     size = heads * variant.value.pitch
@@ -335,7 +347,7 @@ def attending(variant):
         widen_queries(memory, q, row, where.q[3], thread)
         list_rows(memory, tables, where, row, block_size, begin, count, thread)
         cuda.syncthreads()
-        query, o = query_share(memory, thread), no_values
+        o = no_values
         for tile in range(ahead):
             stage(memory, k_pool, v_pool, tile, count, thread)
         for tile in range((count + tile_tokens - 1) // tile_tokens):
@@ -349,7 +361,7 @@ def attending(variant):
             if ahead > 0:
                 stage(memory, k_pool, v_pool, tile + ahead, count, thread)
             # score
-            score(query, memory, tile, count, thread)
+            score(memory, tile, count, thread)
             cuda.syncthreads()
             # absorb
             absorb(memory, where, (k_factor, softcap), row, begin, tile, count, thread)

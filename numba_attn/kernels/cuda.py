@@ -107,12 +107,14 @@ def _run_split(state, call, most_splits):
     most_items = num_rows * most
     items = _scratch(state, "items", np.int32, num_rows + 1 + most_items * step_cuda.ITEM)
     parts = _scratch(state, "parts", np.float32, most * row_bytes // 4)
-    jobs = most_items * num_q_heads // gqa * _plan.ceil_div(gqa, variant.heads)
-    args = (*call.memory, call.where, call.sizes, call.factors, items, most_items, parts)
+    groups = _plan.ceil_div(gqa, variant.heads)
+    jobs = step_cuda.Jobs(groups, groups * (num_q_heads // gqa), most_items * num_q_heads)
+    blocks = min(most_items * jobs.of_item, MOST_BLOCKS)
+    args = (*call.memory, call.where, call.sizes, call.factors, items, jobs, parts)
     kernel = step_cuda.split(variant)
     for skip in range(0, most_splits, most):
         launch(step_cuda.list_items, num_rows, WARP, call.lists, call.sizes, skip, most, items)
-        launch(kernel, min(jobs, MOST_BLOCKS), variant.threads, *args)
+        launch(kernel, blocks, variant.threads, *args)
         _merge(state, parts, most_items, items)
 
 
@@ -180,14 +182,19 @@ def times(counts, factor):
 
 
 def launch(kernel, blocks, threads, *args):
-    """Launch a kernel; a small grid is no mistake of the user's."""
+    """Launch a kernel on the stream in use; a small grid is no mistake of the user's."""
     with _launching, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Grid size .* low occupancy", Warning)
-        configured = kernel[blocks, threads, _device.stream_in_use()]
+        ready = configured(kernel, blocks, threads, _device.stream_in_use())
         if warp.SIMULATOR:  # one kernel at a time, and NumPy scalars warn of NaN and inf
             warnings.simplefilter("ignore", RuntimeWarning)
-            return configured(*args)
-    return configured(*args)
+            return ready(*args)
+    return ready(*args)
+
+
+def configured(kernel, blocks, threads, stream):
+    """Return a kernel ready to be launched."""
+    return kernel[blocks, threads, stream]
 
 
 @cuda_kernel

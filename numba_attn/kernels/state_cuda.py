@@ -12,7 +12,7 @@ from ._jit import cuda_function, cuda_kernel
 from .warp import WARP, cuda
 
 MERGE_THREADS = 128
-NAN = np.float32(np.nan)
+NONE = np.float32(-1)  # no factor, which is a weight: at least 0, or NaN
 
 
 @cuda_function
@@ -31,24 +31,33 @@ def fold(m, l, o, at, m2, l2, o2, dim, thread, threads):
     return m_new, warp.blend(l, a, l2, b)
 
 
-@cuda_function
-def _factors(m, seen, part_m, part_l, last):
-    """Return the factors of `shares.left_fold` for the last of some partials, then m and seen.
+largest_of_warp = shares.lanes_max(WARP)
 
-    They begin with the running maximum m, and with whether anything has been seen.
+
+@cuda_function
+def _first(is_one, lane):
+    """Return the first lane of the warp that is one of some, or the number of lanes."""
+    rank = largest_of_warp(np.float32(WARP - lane) if is_one else recurrence.ZERO)
+    return WARP - np.int64(rank)
+
+
+@cuda_function
+def _factors(m, seen, part_m, empty, first, lane):
+    """Return the factors of `shares.left_fold` for a lane's partial, and m after it.
+
+    Before the first of all partials the running maximum is m, and `seen` tells whether anything
+    is in it; `first` of them is not empty. Where nothing has been seen, a partial is copied.
     """
-    before, seen_before, empty = m, seen, True
-    for i in range(last + 1):
-        before, seen_before = m, seen
-        empty = recurrence.is_empty(part_m[i], part_l[i])
-        if not empty:
-            m = recurrence.larger(m, part_m[i]) if seen else part_m[i]
-            seen = True
+    before = part_m[first] if first < lane and not seen else m
+    for i in range(WARP):
+        if i < lane:
+            before = recurrence.larger(before, part_m[i])
     if empty:
-        return recurrence.ONE, NAN, m, seen
-    if not seen_before:
-        return NAN, recurrence.ONE, m, seen
-    return recurrence.weight(before, m), recurrence.weight(part_m[last], m), m, seen
+        return recurrence.ONE, NONE, before
+    if not seen and first >= lane:
+        return NONE, recurrence.ONE, part_m[lane]
+    after = recurrence.larger(before, part_m[lane])
+    return recurrence.weight(before, after), recurrence.weight(part_m[lane], after), after
 
 
 @cuda_kernel
@@ -76,19 +85,24 @@ def merge_splits(parts, num_parts, starts, state, num_rows, num_heads, dim):
         at = 2 * pairs + pair * dim + d
         o, m, l = state[at], state[pair], state[pairs + pair]
         seen = not recurrence.is_empty(m, l)
-        for first in range(begin, end, WARP):
-            count, part = min(WARP, end - first), first * num_heads + head
+        for start in range(begin, end, WARP):
+            count, part = min(WARP, end - start), start * num_heads + head
             o2 = shares.gather(parts, 2 * part_pairs + part * dim + d, num_heads * dim, count)
+            empty, first = True, WARP
             if thread < WARP:
-                part_m[thread], part_l[thread] = recurrence.NEG_INF, recurrence.ZERO
+                m2, l2 = recurrence.NEG_INF, recurrence.ZERO
                 if thread < count:
-                    part_m[thread] = parts[part + thread * num_heads]
-                    part_l[thread] = parts[part_pairs + part + thread * num_heads]
+                    m2 = parts[part + thread * num_heads]
+                    l2 = parts[part_pairs + part + thread * num_heads]
+                empty = recurrence.is_empty(m2, l2)
+                first = _first(not empty, thread)
+                part_m[thread], part_l[thread] = m2, l2
             cuda.syncthreads()
             if thread < WARP:
-                a[thread], b[thread], m, seen = _factors(m, seen, part_m, part_l, thread)
-            if thread == WARP - 1:
-                reached[0], reached[1] = m, recurrence.ONE if seen else recurrence.ZERO
+                a[thread], b[thread], m = _factors(m, seen, part_m, empty, first, thread)
+                if thread == WARP - 1:
+                    reached[0] = m
+                    reached[1] = recurrence.ONE if seen or first < WARP else recurrence.ZERO
             cuda.syncthreads()
             m, seen = reached[0], reached[1] == recurrence.ONE
             o = shares.left_fold(o, o2, a, b)

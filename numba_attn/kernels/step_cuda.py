@@ -12,6 +12,7 @@ An item's partial state, and how it is folded, are the same for both, and so are
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,14 @@ from .state_cuda import fold
 from .warp import WARP, cuda
 
 ITEM = 5  # numbers of an item: row, sequence, first token, tokens, place of the query
+
+
+class Jobs(NamedTuple):
+    """How the work of `split` is counted: an item for a split, a job for some of its heads."""
+
+    groups: int  # of the query heads of a kv head, each of as many heads as a block has
+    of_item: int  # groups of all kv heads
+    pairs: int  # room in the partial states: items * query heads
 
 
 @functools.cache
@@ -65,24 +74,19 @@ def split(variant):
     dim, pitch = variant.v_head_dim, variant.value.pitch
     turns = _plan.ceil_div(heads * dim, threads)
 
-    def step(q, k_pool, v_pool, tables, where, sizes, factors, items, most_items, parts):
+    def step(q, k_pool, v_pool, tables, where, sizes, factors, items, jobs, parts):
         memory, thread = allocate(), cuda.threadIdx.x
-        groups = warp.divide(sizes.gqa + heads - 1, heads)  # of the query heads of a kv head
-        kv_heads = warp.divide(sizes.num_q_heads, sizes.gqa)
-        jobs = items[sizes.num_rows] * groups * kv_heads
-        pairs = most_items * sizes.num_q_heads
         job = cuda.blockIdx.x
-        while job < jobs:  # a range of such steps would divide
-            item = warp.divide(job, groups * kv_heads)
-            group = job - item * groups * kv_heads
-            kv_head = warp.divide(group, groups)
-            first = (group - kv_head * groups) * heads
+        while job < items[sizes.num_rows] * jobs.of_item:  # a range of such steps would divide
+            item = warp.divide(job, jobs.of_item)
+            kv_head = warp.divide(job - item * jobs.of_item, jobs.groups)
+            first = (job - item * jobs.of_item - kv_head * jobs.groups) * heads
+            head = kv_head * sizes.gqa + first
+            num_heads = min(heads, sizes.gqa - first)
             at = sizes.num_rows + 1 + item * ITEM
             row, seq, begin, count = items[at], items[at + 1], items[at + 2], items[at + 3]
-            head = kv_head * sizes.gqa + first
             query = rows_cuda.offset(where.q, row, sizes.queries, head)
             table = where.table[0] + seq * where.table[1]
-            num_heads = min(heads, sizes.gqa - first)
             work = Row(query, head, num_heads, kv_head, table, items[at + 4])
             attend(
                 memory, q, k_pool, v_pool, tables, where, factors, work,
@@ -93,10 +97,10 @@ def split(variant):
                 i = thread + turn * threads
                 h = warp.divide(i, dim)
                 if h < num_heads:
-                    parts[2 * pairs + pair * dim + i] = memory.o[h * pitch + i - h * dim]
+                    parts[2 * jobs.pairs + pair * dim + i] = memory.o[h * pitch + i - h * dim]
             if thread < num_heads:
                 m, l = memory.m[thread], memory.l[thread]
-                parts[pair + thread], parts[pairs + pair + thread] = m, l
+                parts[pair + thread], parts[jobs.pairs + pair + thread] = m, l
             job += cuda.gridDim.x
 
     return cuda_kernel(step, (threads, variant.resident_blocks))
