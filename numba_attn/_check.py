@@ -59,12 +59,12 @@ class Check:
         )
 
 
-def check_device(device: str, workload: Workload) -> Iterator[Check]:
+def check_device(device: str, workload: Workload, *, kernel: str = "auto") -> Iterator[Check]:
     """Run a workload on a device in one call and tile by tile; compare both with the reference."""
     (step,) = make_steps(workload, 1)
-    out, lse = api.paged_attention(*step.arguments(), return_lse=True, device=device)
+    out, lse = api.paged_attention(*step.arguments(), return_lse=True, device=device, kernel=kernel)
     yield from check_answer(device, "one call", step, out, lse)
-    state = _tile_by_tile(device, step)
+    state = _tile_by_tile(device, step, kernel)
     out, lse = api.finalize(state, return_lse=True, dtype=np.uint16)
     out = _arrays.to_host(out).view(step.q.dtype)
     yield from check_answer(device, "tile by tile", step, out, _arrays.to_host(lse))
@@ -108,7 +108,7 @@ def part(step: Step, out: Any, lse: Any, tokens: int) -> tuple[Step, Any, Any]:
     return subset, out[:1, heads], lse[:1, heads]
 
 
-def _tile_by_tile(device: str, step: Step) -> AttentionState:
+def _tile_by_tile(device: str, step: Step, kernel: str) -> AttentionState:
     """Absorb a step's cache a few blocks at a time."""
     num_seqs, num_q_heads, _ = step.q.shape
     block_size, _, head_dim = step.v_pool.shape[1:]
@@ -124,6 +124,7 @@ def _tile_by_tile(device: str, step: Step) -> AttentionState:
             step.block_tables[:, tile * _TILE_BLOCKS : (tile + 1) * _TILE_BLOCKS],
             -(-tokens // block_size),
             tile_token_counts=tokens,
+            kernel=kernel,
         )
     return state
 

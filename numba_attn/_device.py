@@ -47,6 +47,11 @@ def as_device_array(array: Array) -> Array:
     return cuda().as_cuda_array(array, sync=not stream_in_use())
 
 
+def own(array: Any) -> Any:
+    """Return another library's device array as Numba's; anything else as it is."""
+    return as_device_array(array) if is_device_array(array) else array
+
+
 def cuda_problem() -> str | None:
     """Say why CUDA cannot be used here; None where it can."""
     if is_simulator():

@@ -36,7 +36,7 @@ def inputs(q: Array, k_pool: Array, v_pool: Array, query_start_loc: Any) -> Inpu
     sizes = _validate.attention_sizes(bits, k_pool, v_pool, starts)
     starts = None if starts is None else _arrays.as_int32(starts)
     formats = Formats(q_format, k_format, v_format)
-    return Inputs(bits, k_pool, v_pool, starts, formats, sizes, np.dtype(q.dtype))
+    return Inputs(bits, k_pool, v_pool, starts, formats, sizes, np.dtype(_device.own(q).dtype))
 
 
 def given_arrays(**arguments: Any) -> dict[str, Any]:
@@ -128,8 +128,9 @@ def finish(
     out: Array | None,
 ) -> Any:
     """Run finalize on the state's device; give the result in `home`, as `shape` and `dtype`."""
+    own = _device.own(out)
     in_place = out is not None and home == state.device
-    target = out if in_place else _arrays.empty(state.device, shape, _arrays.CARRIERS[name(dtype)])
+    target = own if in_place else _arrays.empty(state.device, shape, _arrays.CARRIERS[name(dtype)])
     lse = _arrays.empty(state.device, tuple(state.m.shape), np.float32) if return_lse else None
     if sinks is not None:
         sinks = _arrays.bring(state.device, sinks)
@@ -143,7 +144,7 @@ def finish(
         if out is None:
             out = result
         else:
-            _arrays.overwrite(out, result)
+            _arrays.overwrite(own, result)
     if not return_lse:
         return out
     return out, _arrays.bring(home, lse).reshape(shape[:-1])

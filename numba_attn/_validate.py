@@ -277,6 +277,7 @@ def out(array: Array, shape: tuple[int, ...], dtype: Any, inputs: dict[str, Arra
             f"out: expected a NumPy array or a CUDA array, got {type(array).__name__}; "
             "allocate it with numpy.empty"
         )
+    array = _device.own(array)
     if tuple(array.shape) != shape:
         raise ValueError(
             f"out: expected shape {shape}, that of q with Dv, got {tuple(array.shape)}; reshape it"

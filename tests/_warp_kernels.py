@@ -22,27 +22,6 @@ def widen_all(name):
     return widen
 
 
-@functools.cache
-def copy_all(dtype, size):
-    """Return the kernel that copies an array to shared memory in both ways, and back."""
-    wide = 16 // dtype.itemsize
-
-    @cuda_kernel
-    def copy(numbers, by_16_bytes, by_element):
-        wide_tile = cuda.shared.array(size, dtype, alignment=16)
-        tile = cuda.shared.array(size, dtype, alignment=16)
-        for i in range(cuda.threadIdx.x, size, cuda.blockDim.x):
-            warp.copy_element(tile, i, numbers, i)
-            if i % wide == 0:
-                warp.copy_16_bytes(wide_tile, i, numbers, i)
-        cuda.syncthreads()
-        for i in range(cuda.threadIdx.x, size, cuda.blockDim.x):
-            by_16_bytes[i] = wide_tile[i]
-            by_element[i] = tile[i]
-
-    return copy
-
-
 @cuda_kernel
 def primitives(floats, places, found_integers, found_floats, bits, quotients):
     """Load what is at places, (address, stride), or else i and floats[i]; divide."""
@@ -52,6 +31,12 @@ def primitives(floats, places, found_integers, found_floats, bits, quotients):
         found_floats[i] = warp.load_float32(places[1][0] + i * places[1][1], floats[i])
         bits[i] = warp.float_bits(floats[i])
         quotients[i] = warp.divide(2147483647 - i, 7)
+
+
+@cuda_kernel
+def blend_all(x, a, y, b, blended):
+    for i in range(cuda.threadIdx.x, blended.size, cuda.blockDim.x):
+        blended[i] = warp.blend(x[i], a[i], y[i], b[i])
 
 
 @cuda_kernel

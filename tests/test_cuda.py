@@ -1,8 +1,5 @@
 """What only the CUDA twin has: device layouts, load paths, its blocks of threads, its launches."""
 
-import dataclasses
-import importlib.util
-import pathlib
 import warnings
 
 import numpy as np
@@ -10,11 +7,9 @@ import pytest
 from _bound import assert_same_bits, check_answer, check_state
 from _cases import BFLOAT16, Answer, attend, draw, place, tiles
 from _on_device import (
-    dtype_of,
     places_of,
     read,
     reads_wide,
-    rows_cuda,
     step_cuda,
     to_device,
     twin,
@@ -138,6 +133,33 @@ def test_device_out_of_a_call_on_the_cpu_may_be_strided():
     assert (whole[:, :, 12:] == 7).all()
 
 
+class Foreign:
+    """A device array as torch has them: its dtype is no NumPy's, its strides are a method."""
+
+    __cuda_array_interface__ = None
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, "torch.uint16"
+
+    def stride(self):
+        raise NotImplementedError
+
+
+@in_simulator
+def test_arrays_of_another_library(monkeypatch):
+    monkeypatch.setattr(_device, "as_device_array", lambda x: getattr(x, "array", x))
+    seqs = draw((5, 9), gqa=1, num_kv_heads=2, head_dim=8)
+    given = [Foreign(array) for array in on_device(seqs.q, place(seqs, 4))]
+    out = Foreign(to_device(np.zeros(seqs.q.shape, np.uint16)))
+    for device in ("cuda", "cpu"):
+        expected = numba_attn.paged_attention(seqs.q, *place(seqs, 4), device=device)
+        assert numba_attn.paged_attention(*given, device=device, out=out) is out
+        assert_same_bits((_arrays.to_host(out.array).view(BFLOAT16), expected))
+    state = AttentionState.like(*given[:3:2])
+    assert numba_attn.finalize(state, out=out) is out
+    assert not _arrays.to_host(out.array).any()
+
+
 def filled(num_seqs, seed, device):
     """Make a state of random numbers; its second row is empty, but for o, which is NaN."""
     rng = np.random.default_rng(seed)
@@ -215,55 +237,6 @@ def test_kernels_are_compiled_once():
     assert [kernel.cache_info().misses for kernel in kernels] == [1, 1]
 
 
-@pytest.mark.parametrize("name", _arrays.CARRIERS)
-def test_every_code_is_widened_exactly(name):
-    import _warp_kernels
-
-    carrier = _arrays.CARRIERS[name]
-    codes = np.arange(1 << 8 * min(carrier.itemsize, 2)).astype(f"u{min(carrier.itemsize, 2)}")
-    if name == "float32":
-        codes = codes.astype(np.uint32) << 16 | codes[::-1]
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        expected = codes.view(dtype_of(name)).astype(np.float32)
-    wide = to_device(np.zeros(len(codes), np.float32))
-    kernel = _warp_kernels.widen_all(name)
-    twin().launch(kernel, 1, 64, to_device(codes.view(carrier)), wide)
-    found, nan = _arrays.to_host(wide), np.isnan(expected)
-    assert nan.sum() == {"float8_e4m3fn": 2, "float8_e5m2": 6, "int8": 0}.get(name, nan.sum())
-    assert np.isnan(found[nan]).all()
-    assert_same_bits((found[~nan], expected[~nan]))
-
-
-@pytest.mark.parametrize("dtype", sorted(set(_arrays.CARRIERS.values()), key=str), ids=str)
-def test_both_ways_to_shared_memory(dtype):
-    import _warp_kernels
-
-    size = 96 // dtype.itemsize
-    numbers = np.arange(1, size + 1).astype(dtype)
-    ways = [to_device(np.zeros(size, dtype)) for _ in range(2)]
-    kernel = _warp_kernels.copy_all(dtype, size)
-    twin().launch(kernel, 1, 32, to_device(numbers), *ways)
-    assert_same_bits(*((_arrays.to_host(way), numbers) for way in ways))
-
-
-def test_scalar_primitives():
-    import _warp_kernels
-
-    integers = to_device(np.array([-(2**31), -1, 0, 7, 2**31 - 1] * 4, np.int32)[::2])
-    floats = np.array([0, -0.0, 1.5, -np.inf, np.nan, 1e-45, 3, 4, 5, 6], np.float32)
-    backwards = to_device(floats[::-1])
-    for arrays in ((integers, backwards), (None, None)):
-        places = tuple(rows_cuda().locate(array, 1) for array in arrays)
-        dtypes = np.int64, np.float32, np.uint32, np.int64
-        results = [to_device(np.zeros(10, dtype)) for dtype in dtypes]
-        twin().launch(_warp_kernels.primitives, 1, 32, to_device(floats), places, *results)
-        found_integers, found_floats, bits, quotients = map(_arrays.to_host, results)
-        expected = (range(10), floats) if arrays[0] is None else (read(integers), floats[::-1])
-        assert found_integers.tolist() == list(expected[0])
-        assert_same_bits((found_floats, expected[1]), (bits, floats.view(np.uint32)))
-        assert quotients.tolist() == [(2**31 - 1 - i) // 7 for i in range(10)]
-
-
 @in_simulator
 def test_shared_memory_starts_as_nan():
     import _warp_kernels
@@ -310,39 +283,3 @@ def test_pools_of_more_than_2_31_elements(tmp_path, side):
     out = numba_attn.paged_attention(given[0], device_pool, device_pool, *given[1:])
     expected = numba_attn.paged_attention(q, *[np.array(pool)] * 2, tables, lens, device="cuda")
     assert_same_bits((_arrays.to_host(out), expected))
-
-
-@pytest.fixture
-def device_check():
-    """Load the script that a GPU machine runs."""
-    path = pathlib.Path(__file__).parent.parent / "bench" / "device_check.py"
-    spec = importlib.util.spec_from_file_location("device_check", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_device_check_runs(device_check, capsys):
-    assert device_check.main(["--tiny"]) == 0
-    said = capsys.readouterr().out
-    assert said.count(" ok ") == 8  # two devices, two ways, out and lse
-    assert said.endswith("parity: ok\n")
-
-
-def test_the_device_check_fails(device_check, capsys, monkeypatch):
-    monkeypatch.setattr(step_cuda().warp.recurrence, "weight", lambda m, m_new: 1.0)
-    assert device_check.main(["--tiny"]) == 1
-    assert capsys.readouterr().out.endswith("parity: FAILED\n")
-
-
-def test_recorded_launches_are_those_of_a_step(device_check):
-    workload = dataclasses.replace(device_check._check.TINY, seq_lens=(5, 9))
-    steps = [device_check.to_device(step) for step in device_check.make_steps(workload, 2)]
-    launches = device_check.launches_of(device_check.decode(steps))
-    assert len(launches) == 3 * len(steps)
-    state, shape, bits = launches[-1][3:6]  # of finalize
-    assert (_arrays.to_host(state)[: shape[0] * shape[1]] == -np.inf).all(), "nothing has run"
-    for launch in launches:
-        twin().launch(*launch)
-    expected = numba_attn.paged_attention(*steps[-1].arguments())
-    assert_same_bits((_arrays.to_host(bits).reshape(shape), _arrays.to_host(expected)))
