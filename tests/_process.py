@@ -30,15 +30,20 @@ def start(code, package=PACKAGE, **changes):
     )
 
 
-def result(process):
-    """Wait for a child; return what it printed."""
-    out, err = process.communicate(timeout=300)
+def result(process, timeout=300):
+    """Wait for a child, so many seconds at most; return what it printed."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
     assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err}"
     return out.strip()
 
 
-def run(code, package=PACKAGE, **changes):
-    return result(start(code, package, **changes))
+def run(code, package=PACKAGE, timeout=300, **changes):
+    return result(start(code, package, **changes), timeout)
 
 
 def copy_of_package(folder, *edits):

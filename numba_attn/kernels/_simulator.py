@@ -3,8 +3,8 @@
 There, a CUDA thread is a Python thread, and a block's main thread polls the others, which costs
 most of the time. Here one thread of a block runs at a time, until it has to wait for others; then
 it wakes the next that need not. So threads run in order, which is the worst case for a missing
-barrier: the first one runs ahead of all. Shared memory starts as NaN, and the lanes of a warp can
-meet.
+barrier: the first one runs ahead of all, or the last one where `ORDER` says so. Shared memory
+starts as NaN, and the lanes of a warp can meet.
 """
 
 import collections
@@ -15,6 +15,9 @@ import numpy as np
 from numba.cuda.simulator import kernel, kernelapi
 
 WARP = 32
+
+ORDER = 1
+"""Of a block's threads: 1, or -1 for the last one first; some faults show in one of them only."""
 
 
 class _Meeting:
@@ -73,7 +76,7 @@ class _Block:
             _Thread(lambda: self._function(*args), self, grid_point, point, self._debug)
             for point in np.ndindex(*self._block_dim)
         ]
-        self.ready.extend(self._threads)
+        self.ready.extend(self._threads[::ORDER])
         for thread in self._threads:
             thread.start()
         self.wake_next()

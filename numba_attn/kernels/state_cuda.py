@@ -93,9 +93,11 @@ def merge_splits(parts, num_parts, starts, state, num_rows, num_heads, dim):
                 if thread < count:
                     m2 = parts[part + thread * num_heads]
                     l2 = parts[part_pairs + part + thread * num_heads]
-                empty = recurrence.is_empty(m2, l2)
+                # A shuffle orders no memory, but would seem to in the simulator: part_l is written
+                # before it and part_m after it, so that there both barriers around are missed.
+                part_l[thread], empty = l2, recurrence.is_empty(m2, l2)
                 first = _first(not empty, thread)
-                part_m[thread], part_l[thread] = m2, l2
+                part_m[thread] = m2
             cuda.syncthreads()
             if thread < WARP:
                 a[thread], b[thread], m = _factors(m, seen, part_m, empty, first, thread)
@@ -106,10 +108,9 @@ def merge_splits(parts, num_parts, starts, state, num_rows, num_heads, dim):
             m, seen = reached[0], reached[1] == recurrence.ONE
             o = shares.left_fold(o, o2, a, b)
             l = shares.left_fold(l, shares.gather(part_l, 0, 1, WARP), a, b)
-            cuda.syncthreads()
+            cuda.syncthreads()  # every thread has read part_l, and this column's m and l
         if column < dim:
             state[at] = o
-    cuda.syncthreads()  # every thread has read m and l
     if thread == 0:
         state[pair], state[pairs + pair] = m, l
 
