@@ -106,9 +106,20 @@ def test_unknown_names_are_an_error(capsys):
     assert "expected names of W0" in capsys.readouterr().err
 
 
+MISSING = _ptx.missing() or (None if _ptx.tool("nvdisasm") else "no nvdisasm")
+compiles = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
+
+
+@compiles
+@pytest.mark.parametrize("workload", ["W1", "W2", "W3", "W4", "W6"])
+def test_a_kernel_is_near_a_copy_on_paper(workload):
+    given = roofline.WORKLOADS[workload]
+    bounds = roofline.bounds_of(roofline.launches(given)[0])
+    assert roofline.of_copy(given, max(bounds.values())) >= 0.6
+
+
+@compiles
 def test_the_table(capsys, tmp_path):
-    if reason := _ptx.missing() or (None if _ptx.tool("nvdisasm") else "no nvdisasm"):
-        pytest.skip(reason)
     figures = tmp_path / "figures.json"
     figures.write_text(json.dumps({"W5": 100.0}))
     assert roofline.main(["--workload", "W3,W5", "--measured", str(figures)]) == 0

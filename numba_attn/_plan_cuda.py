@@ -36,6 +36,7 @@ _RESIDENT_THREADS = {  # of a multiprocessor, by the most shares of a thread; se
     True: ((56, 640), (80, 512), (10**9, 384)),  # rows that fit their lanes
     False: ((80, 384), (10**9, 256)),  # guards take registers
 }
+_OPTION_REGISTERS = 3  # of an option, for each logit that a thread absorbs after its first
 _MAX_SHARES = 120  # float32 numbers of q, o and sums that a thread holds in registers
 
 
@@ -192,8 +193,10 @@ class StepVariant(NamedTuple):
     def resident_blocks(self) -> int:
         """Blocks that a multiprocessor must have room for: what limits a thread's registers."""
         fits = self.wide and self.key.fits and self.value.fits
-        limits = _RESIDENT_THREADS[fits]
-        return next(n for most, n in limits if self.shares <= most) // self.threads
+        options = self.softcap + self.alibi + self.token_scales
+        later_turns = ceil_div(self.heads * self.tile, self.threads) - 1  # to absorb a tile
+        needed = self.shares + _OPTION_REGISTERS * options * later_turns
+        return next(n for most, n in _RESIDENT_THREADS[fits] if needed <= most) // self.threads
 
     @property
     def shares(self) -> int:

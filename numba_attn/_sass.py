@@ -63,7 +63,13 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What `count` counts it as; memory instructions have their width in bits."""
+        """What `count` counts it as; memory instructions have their width in bits.
+
+        What never executes, such as the reads of shared memory that the assembler puts before
+        asynchronous copies, is issued and no more.
+        """
+        if self.predicate == "!PT":
+            return "OTHER"
         if self.name in _MEMORY:
             bits = (_BITS[part] for part in self.opcode.split(".") if part in _BITS)
             return f"{self.name}.{next(bits, 32)}"

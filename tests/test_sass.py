@@ -68,6 +68,14 @@ def test_kind(program, position, kind):
     assert program.instructions[position].kind == kind
 
 
+def test_what_never_executes_reads_no_memory():
+    before_a_copy, *others = _sass.parse(
+        "/*0000*/ @!PT LDS RZ, [RZ] ;\n/*0010*/ @PT LDS R1, [R2] ;\n/*0020*/ @!P1 LDS R1, [R2] ;"
+    ).instructions
+    assert before_a_copy.kind == "OTHER"
+    assert [one.kind for one in others] == ["LDS.32"] * 2
+
+
 def test_loops(program):
     """Neither the way back from diverged threads nor the padding's branch to itself is one."""
     loops = _sass.find_loops(program)
