@@ -1,13 +1,15 @@
 """What Numba's CUDA simulator lacks; imported only inside it.
 
-There, a CUDA thread is a Python thread, and a block's main thread polls the others, which costs
-most of the time. Here one thread of a block runs at a time, until it has to wait for others; then
-it wakes the next that need not. So threads run in order, which is the worst case for a missing
-barrier: the first one runs ahead of all, or the last one where `ORDER` says so. Shared memory
-starts as NaN, and the lanes of a warp can meet.
+There, a CUDA thread is a Python thread, made anew for each block, and a block's main thread polls
+the others: that is most of the time. Here a few workers stay and take on one CUDA thread after the
+other. One of a block's threads runs at a time, until it has to wait for others or ends; then the
+next that need not wait goes on, or begins. So threads run in order, which is the worst case for a
+missing barrier: the first one runs ahead of all, or the last one where `ORDER` says so. Shared
+memory starts as NaN, and the lanes of a warp can meet.
 """
 
 import collections
+import os
 import sys
 import threading
 
@@ -21,7 +23,7 @@ ORDER = 1
 
 
 class _Meeting:
-    """A barrier for the threads that are still running."""
+    """A barrier for the threads that have not ended."""
 
     def __init__(self, block, members):
         self._block = block
@@ -30,10 +32,10 @@ class _Meeting:
 
     def wait(self):
         """Sleep until every member has come."""
-        thread = threading.current_thread()
-        self._asleep.append(thread)
+        worker = threading.current_thread()
+        self._asleep.append(worker)
         self._wake()
-        self._block.sleep(thread)
+        self._block.sleep(worker)
 
     def leave(self):
         """Come no more."""
@@ -59,79 +61,111 @@ class _Block:
     """Runs the threads of one block; stands in for the simulator's ``BlockManager``."""
 
     def __init__(self, function, grid_dim, block_dim, debug):
-        self._function, self._block_dim = function, block_dim
+        self.function, self._points = function, list(np.ndindex(*block_dim))
         self.grid_dim, self.block_dim = kernelapi.Dim3(*grid_dim), kernelapi.Dim3(*block_dim)
-        self._debug = debug
-        self.block_state = np.zeros(block_dim, np.bool_)
-        threads = int(np.prod(block_dim))
-        self.meeting = _Meeting(self, threads)
-        self.warps = [_Warp(self) for _ in range(0, threads, WARP)]
-        self.ready = collections.deque()  # threads that need not wait
-        self.failed, self.errors = False, []
+        self.meeting = _Meeting(self, len(self._points))
+        self.warps = [_Warp(self) for _ in range(0, len(self._points), WARP)]
         self.shared = kernelapi.FakeCUDAShared(0)
+        self.ready = collections.deque()  # workers that may go on; places of threads to begin
+        self.failed, self.errors = False, []
+        self._asleep = {}  # workers that wait, in the order in which they began to
+        self._left = len(self._points)  # threads that have not ended
+        self._ended = _held_lock()
 
     def run(self, grid_point, *args):
         """Run all threads to their end, or to the first error."""
-        self._threads = [
-            _Thread(lambda: self._function(*args), self, grid_point, point, self._debug)
-            for point in np.ndindex(*self._block_dim)
-        ]
-        self.ready.extend(self._threads[::ORDER])
-        for thread in self._threads:
-            thread.start()
-        self.wake_next()
-        for thread in self._threads:
-            thread.join()
+        self.block_point, self.args = kernelapi.Dim3(*grid_point), args
+        self.ready.extend(range(self._left)[::ORDER])
+        self.hand_over()
+        self._ended.acquire()
         if self.errors:
             error, traceback = self.errors[0]
             raise error.with_traceback(traceback)
 
-    def wake_next(self):
-        """Let the next thread run; where all wait for others, let them fail."""
-        if not self.ready:
+    def hand_over(self):
+        """Let the next thread go on, or begin; where all wait for others, let them fail."""
+        if not self.ready and self._left:
             self.fail()
-        if self.ready:
+        if not self.ready:
+            self._ended.release()
+        elif isinstance(self.ready[0], int):
+            place = self.ready.popleft()
+            _idle_worker().begin(self, place, self._points[place])
+        else:
             self.ready.popleft().turn.release()
 
-    def sleep(self, thread):
+    def sleep(self, worker):
         """Let others run until it is this thread's turn."""
-        thread.waits = True
-        self.wake_next()
-        thread.turn.acquire()
-        thread.waits = False
+        self._asleep[worker] = None
+        self.hand_over()
+        worker.turn.acquire()
+        del self._asleep[worker]
         if self.failed:
             raise RuntimeError("another thread of the block failed, or never came")
 
+    def end(self, place):
+        """Take a thread for ended, and let the next one run."""
+        self._left -= 1
+        self.warps[place // WARP].meeting.leave()
+        self.meeting.leave()
+        self.hand_over()
+
     def fail(self):
-        """Let all threads that have not ended fail."""
+        """Let all threads that wait fail; those that have not begun never do."""
         if not self.failed:
             self.failed = True
-            begun = [thread for thread in self._threads if thread.waits]
-            others = [thread for thread in self.ready if not thread.waits]
-            self.ready = collections.deque(begun + others)
+            self._left -= sum(isinstance(one, int) for one in self.ready)
+            self.ready = collections.deque(self._asleep)
 
 
-class _Thread(kernel.BlockThread):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.turn = threading.Lock()  # held unless it is this thread's turn
-        self.turn.acquire()
-        self.waits = False
+class _Worker(threading.Thread):
+    """Runs CUDA threads, one after the other; has the names that the simulator looks for."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.turn = _held_lock()  # but for its turns
+        self.start()
+
+    def begin(self, block, place, point):
+        """Take on a thread of a block."""
+        self.block, self.thread_id, self.copies = block, place, [[]]
+        self.blockIdx, self.threadIdx = block.block_point, kernelapi.Dim3(*point)
+        self.turn.release()
 
     def run(self):
-        block = self._manager
-        self.turn.acquire()
-        if not block.failed:
-            super().run()
-        if self.exception is not None:
-            block.errors.append(self.exception)
-            block.fail()
-        block.warps[self.thread_id // WARP].meeting.leave()
-        block.meeting.leave()
-        block.wake_next()
+        while True:
+            self.turn.acquire()
+            block, place = self.block, self.thread_id
+            try:
+                block.function(*block.args)
+            except Exception as error:
+                where = f"tid={list(self.threadIdx)} ctaid={list(self.blockIdx)}"
+                block.errors.append((type(error)(f"{where}: {error}"), error.__traceback__))
+                block.fail()
+            self.block = None
+            _idle.append(self)
+            block.end(place)
 
     def syncthreads(self):
-        self._manager.meeting.wait()
+        self.block.meeting.wait()
+
+
+_idle = []  # workers
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _idle_worker():
+    try:
+        return _idle.pop()
+    except IndexError:
+        return _Worker()
+
+
+def _held_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 class _Cuda:
@@ -141,11 +175,11 @@ class _Cuda:
     """
 
     syncthreads = staticmethod(lambda: threading.current_thread().syncthreads())
-    shared = property(lambda self: threading.current_thread()._manager.shared)
+    shared = property(lambda self: threading.current_thread().block.shared)
     threadIdx = property(lambda self: threading.current_thread().threadIdx)
     blockIdx = property(lambda self: threading.current_thread().blockIdx)
-    blockDim = property(lambda self: threading.current_thread()._manager.block_dim)
-    gridDim = property(lambda self: threading.current_thread()._manager.grid_dim)
+    blockDim = property(lambda self: threading.current_thread().block.block_dim)
+    gridDim = property(lambda self: threading.current_thread().block.grid_dim)
 
 
 function_cuda = _Cuda()
@@ -153,7 +187,7 @@ function_cuda = _Cuda()
 
 def begun_copies():
     """Return the groups of copies that the calling thread has begun, the last one still open."""
-    return threading.current_thread().__dict__.setdefault("_begun_copies", [[]])
+    return threading.current_thread().copies
 
 
 def lane_of_thread():
@@ -163,8 +197,8 @@ def lane_of_thread():
 
 def exchange(x):
     """Return what each lane of the calling thread's warp has brought."""
-    thread = threading.current_thread()
-    warp, lane = thread._manager.warps[thread.thread_id // WARP], thread.thread_id % WARP
+    worker = threading.current_thread()
+    warp, lane = worker.block.warps[worker.thread_id // WARP], worker.thread_id % WARP
     values = warp.values[warp.turns[lane]]  # two in turn: one meeting per exchange is enough
     warp.turns[lane] ^= 1
     values[lane] = x
