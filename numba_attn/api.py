@@ -165,8 +165,8 @@ def paged_attention(
     tile = _run.whole(home, inputs, options, block_tables, seq_lens, seq_starts)
     shape = (*q.shape[:-1], sizes.v_head_dim)
     if out is not None:
-        _validate.out(out, shape, inputs.dtype, given)
-
+        apart = _run.given_arrays(**given, state=getattr(state, "buffer", None))
+        _validate.out(out, shape, inputs.dtype, apart)
     state = _run.empty_state(state, sizes, kind)
     _run.absorb(state, inputs, tile, options)
     return _run.finish(state, home, shape, inputs.dtype, sinks, return_lse, out)

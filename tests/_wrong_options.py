@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from _arguments import FakeDeviceArray, Hq, on_device, on_device_by_name
+from _arguments import FakeDeviceArray, Hq, on_device, on_device_by_name, out_in_state
 
 from numba_attn import AttentionState
 
@@ -90,6 +90,7 @@ WHOLE = [  # of paged_attention
         "AttentionState(..., device='cpu')",
         state=lambda g: on_device_by_name(AttentionState(2, 4, 6)),
     ),
+    value("out: must not overlap state, got a view of its memory", out_in_state),
     value("seq_starts: must be from 0 to seq_len = 9, got 10 in row 0; the", seq_starts=[10, 0]),
     value("seq_starts: must be from 0 to seq_len = 5, got -1 in row 1", seq_starts=[0, -1]),
     value("seq_starts: expected shape [S] = (2,), one per sequence", seq_starts=[0]),
