@@ -10,12 +10,14 @@ from ._threads import get_num_threads, set_num_threads
 from ._warmup import warmup
 from .api import finalize, merge, paged_attention, step_tile
 from .append import append_kv
+from .kv_file import KVFile
 from .state import AttentionState
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "AttentionState",
+    "KVFile",
     "append_kv",
     "available_devices",
     "finalize",

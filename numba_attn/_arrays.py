@@ -46,6 +46,11 @@ def ml_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the dtype of a number format."""
+    return np.dtype(name) if hasattr(np, name) else ml_dtype(name)
+
+
 @functools.cache
 def format_of(dtype: np.dtype[Any]) -> str | None:
     """Return the number format of a dtype; uint16 is taken as bfloat16 bits.

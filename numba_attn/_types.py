@@ -12,4 +12,5 @@ Array: TypeAlias = Any
 
 HostArray: TypeAlias = npt.NDArray[Any]
 IntArray: TypeAlias = npt.NDArray[np.int32]
+LongArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]

@@ -14,7 +14,8 @@ FUNCTIONS = [name for name in numba_attn.__all__ if inspect.isroutine(getattr(nu
 METHODS = [
     f"AttentionState.{name}" for name in ("like", "from_partial", "to_partial", "reset", "lse")
 ]
-PUBLIC = [*FUNCTIONS, "AttentionState"]
+METHODS += [f"KVFile.{name}" for name in ("create", "layer", "write_blocks", "append_kv", "sync")]
+PUBLIC = [*FUNCTIONS, "AttentionState", "KVFile"]
 
 # DESIGN: the fixed names of the public API
 SIGNATURES = {
@@ -40,6 +41,15 @@ SIGNATURES = {
     "append_kv": (
         "(k, v, k_pool, v_pool, slot_mapping, *, k_scale=None, v_scale=None, compute_scales=False)"
     ),
+    "KVFile": "(path, mode='r')",
+    "KVFile.create": (
+        "(path, *, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype='bfloat16', "
+        "checksum=False)"
+    ),
+    "KVFile.layer": "(self, index)",
+    "KVFile.write_blocks": "(self, layer, block_ids, k, v)",
+    "KVFile.append_kv": "(self, layer, k, v, slot_mapping, **scales)",
+    "KVFile.sync": "(self)",
     "available_devices": "()",
     "get_num_threads": "()",
     "set_num_threads": "(num_threads)",
