@@ -130,14 +130,17 @@ class KVFile:
         FileExistsError
             If there is such a folder.
         """
-        sizes = num_layers, num_blocks, block_size, num_kv_heads, head_dim
-        names = Geometry._fields[: len(sizes)]
-        _validate_state.positive_sizes(**dict(zip(names, sizes, strict=True)))
+        layers, blocks, size, heads, dim = _validate_state.positive_sizes(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
         known = _validate.known_dtype("dtype", dtype, _arrays.POOL_FORMATS)
         _validate.flag("checksum", checksum)
-        geometry = Geometry(
-            *map(int, sizes), dtype=_arrays.format_of(known) or "", checksum=checksum
-        )
+        name = _arrays.format_of(known) or ""
+        geometry = Geometry(layers, blocks, size, heads, dim, name, checksum)
         folder = pathlib.Path(path)
         folder.mkdir(parents=True)
         empty = np.uint32(zlib.crc32(bytes(math.prod(geometry.shape[1:]) * known.itemsize)))

@@ -220,7 +220,7 @@ def test_after_a_kill_every_block_is_whole_or_damaged(tmp_path):
             [sys.executable, "-c", code], stdout=subprocess.PIPE, env=_process.environment()
         )
         assert writer.stdout.readline() == b"ready\n"
-        time.sleep(rng.uniform(0.001, 0.05))
+        time.sleep(rng.uniform(0.001, 0.2))
         writer.send_signal(signal.SIGKILL)
         writer.communicate()
         with KVFile(path) as file:

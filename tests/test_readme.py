@@ -82,7 +82,7 @@ def test_the_example_takes_about_15_lines():
 
 def test_every_fence_is_known():
     assert set(re.findall(r"^```(\w+)$", README, re.MULTILINE)) == {"python", "sh"}
-    assert len(fenced("python")) == 8
+    assert len(fenced("python")) == 9
 
 
 def test_the_two_commands():
