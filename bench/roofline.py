@@ -333,7 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.workload.split(",")
     if unknown := set(names) - set(WORKLOADS):
         parser.error(f"--workload: expected names of {', '.join(WORKLOADS)}, got {unknown}")
-    if reason := _ptx.missing() or (None if _ptx.tool("nvdisasm") else "no nvdisasm"):
+    if reason := _ptx.missing(disassembler=True):
         print(reason)
         return 1
     measured = json.loads(options.measured.read_text()) if options.measured else {}

@@ -25,6 +25,8 @@ LAUNCH = roofline.Launch(
     shuffles=5,
     waits=1,
 )
+MISSING = _ptx.missing(disassembler=True)
+compiles = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 
 
 def seconds(cycles):
@@ -104,10 +106,6 @@ def test_unknown_names_are_an_error(capsys):
     with pytest.raises(SystemExit):
         roofline.main(["--workload", "W9"])
     assert "expected names of W0" in capsys.readouterr().err
-
-
-MISSING = _ptx.missing() or (None if _ptx.tool("nvdisasm") else "no nvdisasm")
-compiles = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 
 
 @compiles

@@ -37,16 +37,17 @@ def tool(name: str) -> str | None:
     return shutil.which(name, path=path)
 
 
-def missing() -> str | None:
-    """Say what is missing here to compile kernels, or None."""
+def missing(*, disassembler: bool = False) -> str | None:
+    """Say what is missing here to compile kernels, or to disassemble them too; else None."""
     if _device.is_simulator():
         return "the simulator compiles nothing"
     if importlib.util.find_spec("numba_cuda") is None:
         return "numba-cuda is not installed: pip install 'numba_attn[ptx]'"
     if not importlib.import_module("numba.cuda.cudadrv.nvvm").is_available():
         return "no NVVM library: pip install 'numba_attn[ptx]'"
-    if tool("ptxas") is None:
-        return "no ptxas: pip install 'numba_attn[ptx]'"
+    for name in ("ptxas", "nvdisasm") if disassembler else ("ptxas",):
+        if tool(name) is None:
+            return f"no {name}: pip install 'numba_attn[ptx]'"
     return None
 
 

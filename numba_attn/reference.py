@@ -130,7 +130,8 @@ def paged_attention(
     )
     if state is None:
         state = AttentionState.like(q, v_pool)
-    state.reset()
+    else:
+        state.reset()
     _absorb(state, q, k_pool, v_pool, keys, options)
     result, lse = finalize(state, sinks=sinks, dtype=q.dtype, return_lse=True)
     result = result.reshape(*q.shape[:-1], v_pool.shape[3])

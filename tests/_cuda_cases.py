@@ -6,11 +6,11 @@ Sizes are small: splits of 64 tokens, rings of two tiles or one, a few blocks th
 """
 
 import importlib
-import os
 
 import numpy as np
 from _bound import assert_same_bits, check_answer
 from _cases import attend, draw, place
+from _process import stay_on_one_core
 from numba import cuda
 
 import numba_attn
@@ -121,8 +121,7 @@ def first_failure(likely=""):
     The one that is likely to fail is tried first. An error of another kind is none of a kernel
     that computes something else, and goes up.
     """
-    if hasattr(os, "sched_setaffinity"):  # see conftest.py
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    stay_on_one_core()
     for case in sorted(CASES, key=lambda case: case.__name__ != likely):
         for order in (1, -1):
             simulator.ORDER = order

@@ -19,6 +19,15 @@ def environment(package=PACKAGE, **changes):
     return {name: str(value) for name, value in merged.items() if value is not None}
 
 
+def stay_on_one_core():
+    """Keep this process to one core: there, the simulator's threads hand over three times as fast.
+
+    They run one at a time anyway.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
 def start(code, package=PACKAGE, **changes):
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-c", code],

@@ -1,7 +1,7 @@
 import functools
-import os
 
 import _backends
+import _process
 import hypothesis
 import pytest
 
@@ -17,9 +17,8 @@ WITH_SPLIT |= {"test_window", "test_sinks", "test_nonfinite"}
 
 def pytest_configure() -> None:
     tiny = _device.is_simulator()
-    if tiny and hasattr(os, "sched_setaffinity"):
-        # Its threads run one at a time: handing over is three times as fast on one core.
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    if tiny:
+        _process.stay_on_one_core()
     hypothesis.settings.register_profile(
         "numba_attn",
         max_examples=3 if tiny else 20,

@@ -126,8 +126,8 @@ def may_spill(variant):
 
 
 def counts_of_main_loop(compiled):
-    if not compiled.sass:
-        pytest.skip("no nvdisasm: pip install 'numba_attn[ptx]'")
+    if reason := _ptx.missing(disassembler=True):
+        pytest.skip(reason)
     program = _sass.parse(compiled.sass)
     return _sass.count(program, _sass.main_loop(program), 0)
 

@@ -131,8 +131,8 @@ def test_occupancy(registers, shared, threads, blocks):
 
 
 def test_a_kernel_is_disassembled_where_asked(tmp_path):
-    if (reason := _ptx.missing()) or not _ptx.tool("nvdisasm"):
-        pytest.skip(reason or "no nvdisasm: pip install 'numba_attn[ptx]'")
+    if reason := _ptx.missing(disassembler=True):
+        pytest.skip(reason)
     import numba
     from numba.cuda import types
 
