@@ -11,13 +11,17 @@ from ._warmup import warmup
 from .api import finalize, merge, paged_attention, step_tile
 from .append import append_kv
 from .kv_file import KVFile
+from .sources import ArraySource
 from .state import AttentionState
+from .streamer import Streamer, stream_attention
 
 __version__ = "0.4.0"
 
 __all__ = [
+    "ArraySource",
     "AttentionState",
     "KVFile",
+    "Streamer",
     "append_kv",
     "available_devices",
     "finalize",
@@ -27,5 +31,6 @@ __all__ = [
     "reference",
     "set_num_threads",
     "step_tile",
+    "stream_attention",
     "warmup",
 ]

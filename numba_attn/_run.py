@@ -90,6 +90,18 @@ def empty_state(state: AttentionState | None, sizes: Sizes, kind: str) -> Attent
     return state
 
 
+def copy_of(state: AttentionState | None, sizes: Sizes, kind: str) -> AttentionState:
+    """Return a new state: the identity, or what is in a caller's."""
+    if state is not None:
+        _validate_state.is_state("state", state, AttentionState)
+        _validate_state.state_fits(state, sizes)
+        _validate_state.state_device(state, kind)
+    copy = empty_state(None, sizes, kind)
+    if state is not None:
+        _arrays.overwrite(copy.buffer, state.buffer)
+    return copy
+
+
 def absorb(state: AttentionState, inputs: Inputs, tile: Tile, options: Options) -> None:
     """Run a validated step on the state's device."""
     if state.o.size == 0:

@@ -139,7 +139,7 @@ def per_sequence(name: str, array: Array, num_seqs: int) -> None:
         )
 
 
-def _table(name: str, array: Array, num_seqs: int, columns: str) -> None:
+def table(name: str, array: Array, num_seqs: int, columns: str) -> None:
     if len(array.shape) != 2 or array.shape[0] != num_seqs:
         raise ValueError(
             f"{name}: expected shape [S, {columns}] with S = {num_seqs}, a row per sequence of q, "
@@ -201,7 +201,7 @@ def block_ids(name: str, tile: Tile, options: Options, sizes: Sizes) -> None:
 
 def paged(sizes: Sizes, block_tables: Array, seq_lens: Array) -> None:
     """Check the shape of block tables [S, max_blocks], and lengths [S]."""
-    _table("block_tables", block_tables, sizes.num_seqs, "max_blocks")
+    table("block_tables", block_tables, sizes.num_seqs, "max_blocks")
     per_sequence("seq_lens", seq_lens, sizes.num_seqs)
     if isinstance(seq_lens, np.ndarray):
         capacity = block_tables.shape[1] * sizes.block_size
@@ -227,7 +227,7 @@ def tile(
     sizes: Sizes, tile_blocks: Array, tile_block_counts: Array, tile_token_counts: Array | None
 ) -> None:
     """Check one tile: the shape of ids [S, T], block counts [S], optional token counts [S]."""
-    _table("tile_blocks", tile_blocks, sizes.num_seqs, "T")
+    table("tile_blocks", tile_blocks, sizes.num_seqs, "T")
     per_sequence("tile_block_counts", tile_block_counts, sizes.num_seqs)
     if tile_token_counts is not None:
         per_sequence("tile_token_counts", tile_token_counts, sizes.num_seqs)

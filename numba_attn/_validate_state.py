@@ -22,6 +22,15 @@ def positive_sizes(**named: Any) -> list[int]:
     return [int(size) for size in named.values()]
 
 
+def whole(name: str, number: Any, least: int) -> int:
+    """Check a whole number that has a least value."""
+    if not _is_integer(number):
+        raise TypeError(f"{name}: expected an integer, got {type(number).__name__}; pass an int")
+    if number < least:
+        raise ValueError(f"{name}: must be at least {least}, got {number}")
+    return int(number)
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 

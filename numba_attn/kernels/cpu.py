@@ -41,6 +41,19 @@ def step_tile(state, q, k_pool, v_pool, formats, tile, options):
     options : Options
     """
     cut = _plan.cut(tile, options.sliding_window, options.causal)
+    threads = _threads.get_num_threads()
+    for fold in attend(cut, q, k_pool, v_pool, formats, tile, options, threads):
+        fold(state)
+
+
+def attend(cut, q, k_pool, v_pool, formats, tile, options, num_threads):
+    """Compute the partial states of a cut, by rows as many as there is memory for.
+
+    Yields
+    ------
+    fold : callable
+        Folds them into a state, of which it is given all; before the next ones are asked for.
+    """
     if len(cut.items) == 0:
         return
     block_size, num_kv_heads, head_dim = k_pool.shape[1:]
@@ -59,10 +72,14 @@ def step_tile(state, q, k_pool, v_pool, formats, tile, options):
         partials = _take_partials((len(items), queries.shape[1], v_head_dim))
         args = (np.zeros(1, np.int64), items, *inputs, *partials)
         useful = 1 + tokens * token_bytes // SERIAL_BYTES
-        _threads.run(attend_items, args, min(_threads.get_num_threads(), len(items), useful))
-        some_rows = _Partials(state.m[first:end], state.l[first:end], state.o[first:end])
-        merge_splits(some_rows, partials, starts)
+        _threads.run(attend_items, args, min(num_threads, len(items), useful))
+        yield functools.partial(_fold_rows, first, end, partials, starts)
         _scratch.partials = partials
+
+
+def _fold_rows(first, end, partials, starts, state):
+    some_rows = _Partials(state.m[first:end], state.l[first:end], state.o[first:end])
+    merge_splits(some_rows, partials, starts)
 
 
 def merge_splits(state, partials, starts):

@@ -1,0 +1,96 @@
+"""One pass over a source: its tiles are dealt in order, and folded in order."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from ._stream_call import Keys
+from ._tiles import Resident, Tiles
+from ._types import Array
+from .sources import Layout
+
+
+class Stopped(Exception):
+    """The job has failed elsewhere, or was cancelled."""
+
+
+class Buffer:
+    """Memory for the blocks of a tile."""
+
+    def __init__(self, memory: Array, layout: Layout) -> None:
+        self.memory = memory  # uint8, on the host
+        self.k, self.v = layout.pools(memory)  # [n, B, Hkv, D], [n, B, Hkv, Dv]
+
+
+class Dealt(NamedTuple):
+    """A tile that a worker has, and its buffer, where it has been read before."""
+
+    index: int
+    resident: Resident
+    buffer: Buffer | None = None
+
+
+class Job:
+    """The tiles of a pass.
+
+    Workers take them, read them, and fold them in turn. Before it is started with a stage, the
+    first tiles may be read, and are held. The first error stops all workers.
+    """
+
+    def __init__(self, keys: Keys, tiles: Tiles) -> None:
+        self.keys, self.tiles = keys, tiles
+        self.stage: Any = None
+        self.error: BaseException | None = None
+        self.futures: list[Future[None]] = []
+        self.blocks_folded = 0  # entries of tables
+        self._changed = threading.Condition()
+        self._next = self._folded = 0  # indices of tiles
+        self._held: list[Dealt] = []
+
+    def start(self, stage: Any) -> None:
+        """Give what absorbs a tile."""
+        with self._changed:
+            self.stage = stage
+
+    def take(self) -> Dealt | None:
+        """Return a tile: the first one held, else the next one; None at the end."""
+        with self._changed:
+            if self.error is not None:
+                return None
+            if self.stage is not None and self._held:
+                self._held.sort()
+                return self._held.pop(0)
+            index = self._next
+            self._next += 1
+        resident = self.tiles.get(index)
+        return None if resident is None else Dealt(index, resident)
+
+    def hold(self, dealt: Dealt) -> bool:
+        """Keep a tile that was read ahead; not any more once the job has started."""
+        with self._changed:
+            if self.stage is None:
+                self._held.append(dealt)
+            return self.stage is None
+
+    def turn(self, index: int) -> None:
+        """Wait until all tiles before this one are folded."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None or self._folded == index)
+            if self.error is not None:
+                raise Stopped
+
+    def folded(self, dealt: Dealt) -> None:
+        """Note that a tile is folded: it is the turn of the next one."""
+        with self._changed:
+            self._folded = dealt.index + 1
+            self.blocks_folded += dealt.resident.table_blocks
+            self._changed.notify_all()
+
+    def stop(self, error: BaseException) -> None:
+        """Note the first error; no further tile is taken."""
+        with self._changed:
+            if self.error is None:
+                self.error = error
+            self._changed.notify_all()

@@ -1,0 +1,94 @@
+"""The threads that read tiles and absorb them, and the buffers between the two."""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ._stream_job import Buffer, Job, Stopped
+from ._types import HostArray, LongArray
+from .sources import Layout
+
+_PAGE = 4096  # bytes; a buffer begins at a page, for direct I/O
+
+
+class Workers:
+    """A thread for each buffer: it reads a tile, absorbs it, folds it in turn, and so on.
+
+    Parameters
+    ----------
+    layout : Layout
+        Of the blocks.
+    device : str
+        Where they are absorbed.
+    count : int
+        Of threads and buffers.
+    most_blocks : int
+        Room of a buffer.
+    """
+
+    def __init__(self, layout: Layout, device: str, count: int, most_blocks: int) -> None:
+        self.layout, self.device, self.count, self.most_blocks = layout, device, count, most_blocks
+        self._pid = os.getpid()
+        self._pool = ThreadPoolExecutor(count, "numba_attn reader")
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for _ in range(count):
+            self._free.put(Buffer(_memory(device, most_blocks * layout.block_bytes), layout))
+
+    def fit(self, layout: Layout, device: str) -> bool:
+        """Tell whether these can work on a pass; after a fork, the threads are the parent's."""
+        return (layout, device, os.getpid()) == (self.layout, self.device, self._pid)
+
+    def work_on(self, job: Job) -> None:
+        """Begin with the tiles of a job: with the first ones only, where it is not started yet."""
+        job.futures += [self._pool.submit(self._work, job) for _ in range(self.count)]
+
+    def end(self) -> None:
+        """Wait for the threads, whose jobs have been stopped, and end them."""
+        if os.getpid() == self._pid:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _work(self, job: Job) -> None:
+        try:
+            while (dealt := job.take()) is not None:
+                buffer = dealt.buffer or self._free.get()
+                held = False
+                try:
+                    if dealt.buffer is None:
+                        _read(job.keys.source, dealt.resident.ids, buffer)
+                    held = job.hold(dealt._replace(buffer=buffer))
+                    if held:
+                        return
+                    turn = functools.partial(job.turn, dealt.index)
+                    job.stage.absorb(dealt.resident, buffer, turn)
+                    turn()
+                    job.folded(dealt)
+                finally:
+                    if not held:
+                        self._free.put(buffer)
+        except Stopped:
+            pass
+        except BaseException as error:  # the caller's thread raises it
+            job.stop(error)
+
+
+def _read(source: Any, ids: LongArray, buffer: Buffer) -> None:
+    """Read blocks to the front of a buffer."""
+    found = source.read(ids, buffer.k[: len(ids)], buffer.v[: len(ids)])
+    if found is not None and found != len(ids):
+        raise OSError(
+            f"source: read {found} of {len(ids)} blocks, from {ids[0]} to {ids[-1]}; read must "
+            "fill all of its arrays, and return their number or None"
+        )
+
+
+def _memory(device: str, size: int) -> HostArray:
+    """Allocate bytes."""
+    memory = np.empty(size + _PAGE, np.uint8)
+    skip = -memory.ctypes.data % _PAGE
+    return memory[skip : skip + size]
