@@ -35,10 +35,11 @@ class OnCpu:
         """Absorb a tile; call `turn` before the state is changed."""
         inputs, options, tile = self._call.inputs, self._call.options, resident.tile
         k, v = (_arrays.as_carrier(pool[: len(resident.ids)]) for pool in (buffer.k, buffer.v))
-        ranges = _plan.key_ranges(tile, options.sliding_window, options.causal)
-        cut = _plan.split_items(ranges, self._backend.SPLIT)
+        if resident.cut is None:
+            ranges = _plan.key_ranges(tile, options.sliding_window, options.causal)
+            resident.cut = _plan.split_items(ranges, self._backend.SPLIT)
         options = with_scales_of(options, resident.ids)
-        arguments = cut, inputs.q, k, v, inputs.formats, tile, options, self._num_threads
+        arguments = resident.cut, inputs.q, k, v, inputs.formats, tile, options, self._num_threads
         for fold in self._backend.attend(*arguments):
             turn()
             fold(self._state)

@@ -60,7 +60,7 @@ class Job:
             if self.error is not None:
                 return None
             if self.stage is not None and self._held:
-                self._held.sort()
+                self._held.sort(key=lambda dealt: dealt.index)
                 return self._held.pop(0)
             index = self._next
             self._next += 1

@@ -7,6 +7,7 @@ Only a split that has no room alone is cut, between blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import NamedTuple
 
@@ -20,12 +21,14 @@ REMEMBERED_BLOCKS = 1 << 20
 """Most blocks of tables whose tiles are kept: the next layer asks for the same ones."""
 
 
-class Resident(NamedTuple):
+@dataclasses.dataclass
+class Resident:
     """A tile, and the blocks that it is made of."""
 
     ids: LongArray  # [n], ascending
     tile: Tile  # its tables hold places in `ids`
     table_blocks: int  # entries of the table that it stands for
+    cut: _plan.Cut | None = None  # its work items, once a backend has asked for them
 
 
 class _Units(NamedTuple):
