@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from . import _buffers
 from ._types import HostArray, LongArray
 
-HEADER = 4096  # bytes, so that records are aligned for direct I/O
-MOST_BUFFERS = 512  # in a system call
+HEADER = _buffers.PAGE  # bytes, so that records are aligned for direct I/O
 _MAGIC = b"\x93NUMPY\x01\x00"
 
 
@@ -38,24 +38,6 @@ def create(
         if content is not None:
             file.write(content.tobytes())
         file.truncate(HEADER + math.prod(shape) * dtype.itemsize)
-
-
-def as_bytes(array: HostArray) -> HostArray:
-    """View records [n, ...] as bytes [n, size]; each must be one piece of memory.
-
-    Raises
-    ------
-    ValueError
-        If they are not.
-    """
-    size = math.prod(array.shape[1:]) * array.itemsize
-    if len(array) and not array[0].flags.c_contiguous:
-        raise ValueError(
-            f"a block must be one piece of memory, got strides {array.strides} for shape "
-            f"{array.shape}; pass a contiguous copy"
-        )
-    plain = array.view(f"u{array.itemsize}")
-    return plain.reshape(len(array), size // array.itemsize).view(np.uint8)
 
 
 class Records:
@@ -100,37 +82,24 @@ class Records:
         ids: LongArray,
         parts: tuple[HostArray, ...],
     ) -> None:
-        for run in runs(ids, MOST_BUFFERS // len(parts)):
-            buffers = [memoryview(part[i]) for i in run for part in parts]
-            at, left = HEADER + int(ids[run[0]]) * self._size, len(run) * self._size
-            while left:
-                done = call(self._fd, buffers, at)
-                if done <= 0:
-                    raise OSError(f"{self._path}: ended at byte {at}, {left} bytes too soon")
-                at, left = at + done, left - done
-                if left:
-                    buffers = _after(buffers, done)
+        for first, buffers in _buffers.Memory(parts).runs(ids):
+            at = HEADER + first * self._size
+            for start in range(0, len(buffers), _buffers.MOST_BUFFERS):
+                at = self._all(call, buffers[start : start + _buffers.MOST_BUFFERS], at)
 
-
-def runs(ids: LongArray, most: int) -> Iterator[npt.NDArray[np.intp]]:
-    """Cut places of ids into runs of neighbours, in file order.
-
-    Examples
-    --------
-    >>> [run.tolist() for run in runs(np.array([7, 3, 4, 5, 9]), 2)]
-    [[1, 2], [3], [0], [4]]
-    """
-    order = np.argsort(ids, kind="stable")
-    cuts = np.flatnonzero(np.diff(ids[order]) != 1) + 1
-    for run in np.split(order, cuts):
-        for start in range(0, len(run), most):
-            yield run[start : start + most]
-
-
-def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of buffers after their first bytes."""
-    for i, buffer in enumerate(buffers):
-        if done < len(buffer):
-            return [buffer[done:], *buffers[i + 1 :]]
-        done -= len(buffer)
-    return []
+    def _all(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        buffers: list[memoryview],
+        at: int,
+    ) -> int:
+        """Fill or write buffers, from a byte of the file; return where they end."""
+        left = sum(map(len, buffers))
+        while left:
+            done = call(self._fd, buffers, at)
+            if done <= 0:
+                raise OSError(f"{self._path}: ended at byte {at}, {left} bytes too soon")
+            at, left = at + done, left - done
+            if left:
+                buffers = _buffers.after(buffers, done)
+        return at
