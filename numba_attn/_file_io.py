@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ def create(
 
 
 class Records:
-    """A ``.npy`` file of records, [N, ...], by their numbers."""
+    """A ``.npy`` file of records, [N, ...], by their numbers; threads may share it."""
 
     def __init__(
         self, path: pathlib.Path, shape: tuple[int, ...], dtype: npt.DTypeLike, mode: str
@@ -49,6 +50,7 @@ class Records:
         dtype = np.dtype(dtype)
         self._path, self._size = path, math.prod(shape[1:]) * dtype.itemsize
         self._fd = os.open(path, os.O_RDWR if mode == "r+" else os.O_RDONLY)
+        self._use = _Use(path, self._close)
         expected = HEADER + shape[0] * self._size
         found = os.fstat(self._fd).st_size
         if os.pread(self._fd, HEADER, 0) != _header(shape, dtype):
@@ -68,13 +70,15 @@ class Records:
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""
-        os.fsync(self._fd)
+        with self._use:
+            os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file, when no thread reads or writes it any more; these end with an error."""
+        self._use.end()
+
+    def _close(self) -> None:
+        os.close(self._fd)
 
     def _transfer(
         self,
@@ -82,10 +86,12 @@ class Records:
         ids: LongArray,
         parts: tuple[HostArray, ...],
     ) -> None:
-        for first, buffers in _buffers.Memory(parts).runs(ids):
-            at = HEADER + first * self._size
-            for start in range(0, len(buffers), _buffers.MOST_BUFFERS):
-                at = self._all(call, buffers[start : start + _buffers.MOST_BUFFERS], at)
+        memory = _buffers.Memory(parts)
+        with self._use:
+            for first, buffers in memory.runs(ids):
+                at = HEADER + first * self._size
+                for start in range(0, len(buffers), _buffers.MOST_BUFFERS):
+                    at = self._all(call, buffers[start : start + _buffers.MOST_BUFFERS], at)
 
     def _all(
         self,
@@ -96,6 +102,7 @@ class Records:
         """Fill or write buffers, from a byte of the file; return where they end."""
         left = sum(map(len, buffers))
         while left:
+            self._use.check()
             done = call(self._fd, buffers, at)
             if done <= 0:
                 raise OSError(f"{self._path}: ended at byte {at}, {left} bytes too soon")
@@ -103,3 +110,35 @@ class Records:
             if left:
                 buffers = _buffers.after(buffers, done)
         return at
+
+
+class _Use:
+    """Who uses a file: the last user closes it, as its number may then be another file's."""
+
+    def __init__(self, path: pathlib.Path, close: Callable[[], None]) -> None:
+        self._path, self._close = path, close
+        self._lock, self._users, self._ended = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.check()
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._ended and not self._users
+        if last:
+            self._close()
+
+    def check(self) -> None:
+        if self._ended:
+            raise ValueError(f"{self._path}: is closed")
+
+    def end(self) -> None:
+        """Let nobody begin any more."""
+        with self._lock:
+            last = not self._ended and not self._users
+            self._ended = True
+        if last:
+            self._close()

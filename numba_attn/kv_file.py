@@ -214,7 +214,7 @@ class KVFile:
             layer.sync()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; what other threads read or write then ends with a ValueError."""
         for layer in self._layers:
             layer.close()
 
@@ -239,10 +239,14 @@ class KVLayer:
         self.dtype = _arrays.dtype_of(geometry.dtype)
         self._block_shape = geometry.shape[2:]
         self._file = _file_io.Records(self.path, geometry.shape, geometry.stored, mode)
-        self._sums = None
+        self._sums: _file_io.Records | None = None
         if geometry.checksum:
             shape = (geometry.num_blocks,)
-            self._sums = _file_io.Records(_sums_path(folder, index), shape, np.uint32, mode)
+            try:
+                self._sums = _file_io.Records(_sums_path(folder, index), shape, np.uint32, mode)
+            except BaseException:
+                self.close()
+                raise
 
     def pair(self, num_blocks: int) -> HostArray:
         """Make arrays for blocks, [2, n, B, Hkv, D], of which each block is one piece of memory."""

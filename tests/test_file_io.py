@@ -1,6 +1,8 @@
 """How a KV cache on disk asks the system: in few buffers, safe from being closed, direct."""
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -154,3 +156,92 @@ def test_memory_that_is_not_to_be_written_is_refused(folder, which):
         pair = file.layer(0).pair(2)
         file.layer(0).read([2, 3], *pair)
         check([0, 1], *pair)
+
+
+class Held:
+    """Calls of a function of os that wait to be let go, and then transfer a page."""
+
+    def __init__(self, monkeypatch, name):
+        self.begun, self.let_go = threading.Semaphore(0), threading.Event()
+        self.called = []
+        whole = getattr(os, name)
+
+        def held(fd, buffers, at):
+            self.called.append(fd)
+            self.begun.release()
+            assert self.let_go.wait(60)
+            return whole(fd, [buffers[0][:4096]], at)
+
+        monkeypatch.setattr(os, name, held)
+
+
+def is_open(fd):
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+@pytest.mark.parametrize("pages", [1, 2])
+def test_a_file_is_closed_when_the_last_thread_has_left_it(folder, monkeypatch, name, pages):
+    """The call goes on in a file that is open; a further one is an error."""
+    dim = D // 2 * pages  # a block's k and v are so many pages
+    with KVFile.create(folder / "other", num_layers=1, **SIZES | {"head_dim": dim}) as file:
+        layer = file.layer(0)
+        pair = layer.pair(1)
+        pair.view(np.uint8)[...] = 0
+        held = Held(monkeypatch, name)
+        with ThreadPoolExecutor(2) as pool:
+            transfer = layer.read if name == "preadv" else layer.write
+            users = [pool.submit(transfer, [block], *pair) for block in (3, 4)]
+            assert all(held.begun.acquire(timeout=60) for _ in users)
+            file.close()
+            file.close()
+            assert is_open(held.called[0])
+            with pytest.raises(ValueError, match=r"layer_0000.npy: is closed"):
+                transfer([5], *pair)
+            held.let_go.set()
+            for user in users:
+                if pages == 1:
+                    user.result()
+                else:
+                    with pytest.raises(ValueError, match=r"layer_0000.npy: is closed"):
+                        user.result()
+        assert len(held.called) == 2
+        assert not is_open(held.called[0])
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_closed_file_is_not_used(tmp_path, checksum):
+    file = KVFile.create(tmp_path / "kv", num_layers=1, **SIZES, checksum=checksum)
+    pair = file.layer(0).pair(1)
+    file.layer(0).read([0], *pair)
+    file.close()
+    file.close()
+    for use in (
+        lambda: file.layer(0).read([0], *pair),
+        lambda: file.layer(0).write([0], *pair),
+        lambda: file.write_blocks(0, [0], *pair),
+        lambda: file.append_kv(0, pair[0, 0], pair[1, 0], range(B)),
+        file.sync,
+    ):
+        with pytest.raises(ValueError, match=r"layer_0000.npy: is closed"):
+            use()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list files")
+def test_no_file_stays_open(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    file = KVFile.create(tmp_path / "kv", num_layers=2, **SIZES, checksum=True)
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 4
+    file.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    os.truncate(tmp_path / "kv" / "layer_0001.crc32.npy", 5000)
+    for damage in ("shorter", "none"):
+        if damage == "none":
+            (tmp_path / "kv" / "layer_0001.crc32.npy").unlink()
+        with pytest.raises((ValueError, OSError), match="layer_0001.crc32.npy"):
+            KVFile(tmp_path / "kv")
+        assert len(os.listdir("/proc/self/fd")) == len(before)
