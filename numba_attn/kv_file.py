@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _file_io, _validate, _validate_state, append
+from . import _arrays, _buffers, _file_io, _validate, _validate_state, append
 from ._types import Array, HostArray, LongArray
 
 _GEOMETRY = "kv.json"
@@ -214,7 +214,7 @@ class KVFile:
             layer.sync()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; what other threads read or write then ends with a ValueError."""
         for layer in self._layers:
             layer.close()
 
@@ -239,14 +239,18 @@ class KVLayer:
         self.dtype = _arrays.dtype_of(geometry.dtype)
         self._block_shape = geometry.shape[2:]
         self._file = _file_io.Records(self.path, geometry.shape, geometry.stored, mode)
-        self._sums = None
+        self._sums: _file_io.Records | None = None
         if geometry.checksum:
             shape = (geometry.num_blocks,)
-            self._sums = _file_io.Records(_sums_path(folder, index), shape, np.uint32, mode)
+            try:
+                self._sums = _file_io.Records(_sums_path(folder, index), shape, np.uint32, mode)
+            except BaseException:
+                self.close()
+                raise
 
     def pair(self, num_blocks: int) -> HostArray:
         """Make arrays for blocks, [2, n, B, Hkv, D], of which each block is one piece of memory."""
-        return np.empty((num_blocks, 2, *self._block_shape), self.dtype).swapaxes(0, 1)
+        return _buffers.empty((num_blocks, 2, *self._block_shape), self.dtype).swapaxes(0, 1)
 
     def read(self, block_ids: Any, k_out: HostArray, v_out: HostArray) -> None:
         """Read blocks [n] into arrays [n, B, Hkv, D].
@@ -259,6 +263,11 @@ class KVLayer:
             If the file cannot be read, or has become shorter.
         """
         ids, (k, v) = self._checked(block_ids, k_out, v_out)
+        for name, array in (("k_out", k_out), ("v_out", v_out)):
+            if not array.flags.writeable:
+                raise ValueError(
+                    f"{name}: must be writable, got a read-only array; pass one to be filled"
+                )
         self._file.read(ids, (k, v))
         if self._sums is not None:
             kept = np.empty((len(ids), 1), np.uint32)
@@ -310,7 +319,7 @@ class KVLayer:
                 raise ValueError(
                     f"{name}: expected {self.dtype} {shape}, got {array.dtype} {array.shape}"
                 )
-        return ids.astype(np.int64), (_file_io.as_bytes(k), _file_io.as_bytes(v))
+        return ids.astype(np.int64), (_buffers.as_bytes(k), _buffers.as_bytes(v))
 
 
 def _geometry(path: pathlib.Path) -> Geometry:
