@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import pathlib
 import threading
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ from . import _buffers
 from ._types import HostArray, LongArray
 
 HEADER = _buffers.PAGE  # bytes, so that records are aligned for direct I/O
+_Call: TypeAlias = Callable[[list[memoryview], int], int]
 _MAGIC = b"\x93NUMPY\x01\x00"
 
 
@@ -41,32 +44,104 @@ def create(
         file.truncate(HEADER + math.prod(shape) * dtype.itemsize)
 
 
+class Direct:
+    """Whether files are read past the page cache, until that fails once."""
+
+    def __init__(self, path: pathlib.Path, wanted: bool) -> None:
+        self.on = wanted
+        self._path, self._lock = path, threading.Lock()
+
+    def open(self, path: pathlib.Path, record_size: int) -> int | None:
+        """Open a file to be read so, if it can be."""
+        if not self.on:
+            return None
+        if record_size % _buffers.PAGE:
+            self.stop(f"a block has {record_size} bytes, not a multiple of {_buffers.PAGE}")
+            return None
+        if not hasattr(os, "O_DIRECT"):
+            self.stop("the system has no O_DIRECT")
+            return None
+        try:
+            return os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            self.stop_if_refused(error)
+            return None
+
+    def stop_if_refused(self, error: OSError) -> None:
+        """Stop if the file system knows no direct reads; other errors are raised."""
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise error
+        self.stop(f"the file system refuses it ({error.strerror})")
+
+    def stop(self, why: str) -> None:
+        """Read through the page cache from now on, and say so once."""
+        with self._lock:
+            was, self.on = self.on, False
+        if was:
+            warnings.warn(
+                f"{self._path}: direct=True, but {why}; reads go through the page cache",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
 class Records:
     """A ``.npy`` file of records, [N, ...], by their numbers; threads may share it."""
 
     def __init__(
-        self, path: pathlib.Path, shape: tuple[int, ...], dtype: npt.DTypeLike, mode: str
+        self,
+        path: pathlib.Path,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        mode: str,
+        direct: Direct | None = None,
     ) -> None:
         dtype = np.dtype(dtype)
         self._path, self._size = path, math.prod(shape[1:]) * dtype.itemsize
         self._fd = os.open(path, os.O_RDWR if mode == "r+" else os.O_RDONLY)
+        self._direct = direct or Direct(path, wanted=False)
+        self._direct_fd: int | None = None
         self._use = _Use(path, self._close)
+        try:
+            self._check(shape, dtype)
+            self._direct_fd = self._direct.open(path, self._size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         expected = HEADER + shape[0] * self._size
         found = os.fstat(self._fd).st_size
         if os.pread(self._fd, HEADER, 0) != _header(shape, dtype):
-            self.close()
-            raise ValueError(f"{path}: expected {dtype} {shape}, but its header is another")
+            raise ValueError(f"{self._path}: expected {dtype} {shape}, but its header is another")
         if found != expected:
-            self.close()
-            raise ValueError(f"{path}: expected {expected} bytes, got {found}: it is truncated")
+            raise ValueError(
+                f"{self._path}: expected {expected} bytes, got {found}: it is truncated"
+            )
 
     def read(self, ids: LongArray, parts: tuple[HostArray, ...]) -> None:
         """Read records, of which each part [n, size] has some bytes, in file order."""
-        self._transfer(os.preadv, ids, parts)
+        memory = _buffers.Memory(parts)
+        self._transfer(self._read_direct if memory.aligned else self._read, ids, memory)
 
     def write(self, ids: LongArray, parts: tuple[HostArray, ...]) -> None:
         """Write records, in file order."""
-        self._transfer(os.pwritev, ids, parts)
+        self._transfer(self._write, ids, _buffers.Memory(parts))
+
+    def _read(self, buffers: list[memoryview], at: int) -> int:
+        return os.preadv(self._fd, buffers, at)
+
+    def _read_direct(self, buffers: list[memoryview], at: int) -> int:
+        fd = self._direct_fd
+        if fd is not None and self._direct.on and at % _buffers.PAGE == 0:
+            try:
+                return os.preadv(fd, buffers, at)
+            except OSError as error:
+                self._direct.stop_if_refused(error)
+        return self._read(buffers, at)
+
+    def _write(self, buffers: list[memoryview], at: int) -> int:
+        return os.pwritev(self._fd, buffers, at)
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""
@@ -79,31 +154,22 @@ class Records:
 
     def _close(self) -> None:
         os.close(self._fd)
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
 
-    def _transfer(
-        self,
-        call: Callable[[int, list[memoryview], int], int],
-        ids: LongArray,
-        parts: tuple[HostArray, ...],
-    ) -> None:
-        memory = _buffers.Memory(parts)
+    def _transfer(self, call: _Call, ids: LongArray, memory: _buffers.Memory) -> None:
         with self._use:
             for first, buffers in memory.runs(ids):
                 at = HEADER + first * self._size
                 for start in range(0, len(buffers), _buffers.MOST_BUFFERS):
                     at = self._all(call, buffers[start : start + _buffers.MOST_BUFFERS], at)
 
-    def _all(
-        self,
-        call: Callable[[int, list[memoryview], int], int],
-        buffers: list[memoryview],
-        at: int,
-    ) -> int:
+    def _all(self, call: _Call, buffers: list[memoryview], at: int) -> int:
         """Fill or write buffers, from a byte of the file; return where they end."""
         left = sum(map(len, buffers))
         while left:
             self._use.check()
-            done = call(self._fd, buffers, at)
+            done = call(buffers, at)
             if done <= 0:
                 raise OSError(f"{self._path}: ended at byte {at}, {left} bytes too soon")
             at, left = at + done, left - done
