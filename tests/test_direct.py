@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -130,8 +131,8 @@ def test_rows_that_are_no_pages_are_read_through_the_cache(able, tmp_path, made)
         file.write_blocks(0, [2], *np.ones((2, 1, B, HKV, D // 2), np.float16))
     with KVFile(tmp_path / "half", direct=True) as file:
         pair = file.layer(0).pair(2)
-        apart = _buffers.empty(pair.shape, pair.dtype)
-        for target, direct in ((pair, True), (apart, False)):
+        apart = _buffers.empty((2, 2, 2, B, HKV, D // 2), pair.dtype)
+        for target, direct in ((pair, True), (apart[0], False), (apart[:, :, 0], False)):
             made.clear()
             file.layer(0).read([2, 1], *target)
             assert target.sum(axis=(2, 3, 4)).tolist() == [[B * HKV * D // 2, 0]] * 2
@@ -233,12 +234,13 @@ def test_a_system_without_direct_reads_warns(folder, monkeypatch):
 REFUSED = [errno.EINVAL, errno.ENOTSUP]
 
 
-def refuse(monkeypatch, name, number):
-    """Let a function of os fail where it is asked for direct reads."""
+def refuse(monkeypatch, name, number, wait=lambda: None):
+    """Let a function of os fail, after a wait, where it is asked for direct reads."""
     whole = getattr(os, name)
 
     def refused(first, *rest):
         if rest[0] & O_DIRECT if name == "open" else is_direct(first):
+            wait()
             raise OSError(number, os.strerror(number))
         return whole(first, *rest)
 
@@ -267,7 +269,8 @@ def test_a_file_system_that_refuses_to_read_warns(able, folder, monkeypatch, num
 
 
 def test_threads_that_are_refused_warn_once(able, folder, monkeypatch):
-    refuse(monkeypatch, "preadv", errno.EINVAL)
+    all_have_begun = threading.Barrier(8, timeout=60)
+    refuse(monkeypatch, "preadv", errno.EINVAL, all_have_begun.wait)
     with warnings.catch_warnings(record=True) as caught, KVFile(folder, direct=True) as file:
         warnings.simplefilter("always")
         pairs = [file.layer(1).pair(N) for _ in range(8)]
