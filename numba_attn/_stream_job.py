@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from ._stream_call import Keys
 from ._tiles import Resident, Tiles
@@ -22,9 +23,11 @@ class Buffer:
     def __init__(self, memory: Array, layout: Layout) -> None:
         self.memory = memory  # uint8, on the host
         self.k, self.v = layout.pools(memory)  # [n, B, Hkv, D], [n, B, Hkv, Dv]
+        self.staging: Any = None  # what a device keeps with it
 
 
-class Dealt(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Dealt:
     """A tile that a worker has, and its buffer, where it has been read before."""
 
     index: int
@@ -60,7 +63,7 @@ class Job:
             if self.error is not None:
                 return None
             if self.stage is not None and self._held:
-                self._held.sort()
+                self._held.sort(key=lambda dealt: dealt.index)
                 return self._held.pop(0)
             index = self._next
             self._next += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import queue
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from . import _device
 from ._stream_job import Buffer, Job, Stopped
 from ._types import HostArray, LongArray
 from .sources import Layout
@@ -61,13 +63,15 @@ class Workers:
                 try:
                     if dealt.buffer is None:
                         _read(job.keys.source, dealt.resident.ids, buffer)
-                    held = job.hold(dealt._replace(buffer=buffer))
+                    held = job.hold(dataclasses.replace(dealt, buffer=buffer))
                     if held:
                         return
                     turn = functools.partial(job.turn, dealt.index)
-                    job.stage.absorb(dealt.resident, buffer, turn)
+                    wait = job.stage.absorb(dealt.resident, buffer, turn)
                     turn()
                     job.folded(dealt)
+                    if wait is not None:
+                        wait()
                 finally:
                     if not held:
                         self._free.put(buffer)
@@ -88,7 +92,10 @@ def _read(source: Any, ids: LongArray, buffer: Buffer) -> None:
 
 
 def _memory(device: str, size: int) -> HostArray:
-    """Allocate bytes."""
+    """Allocate bytes, from which a device can copy."""
+    if device == "cuda":
+        pinned: HostArray = _device.cuda().pinned_array(size, np.uint8)
+        return pinned
     memory = np.empty(size + _PAGE, np.uint8)
     skip = -memory.ctypes.data % _PAGE
     return memory[skip : skip + size]

@@ -41,7 +41,7 @@ SIGNATURES = {
     "append_kv": (
         "(k, v, k_pool, v_pool, slot_mapping, *, k_scale=None, v_scale=None, compute_scales=False)"
     ),
-    "KVFile": "(path, mode='r')",
+    "KVFile": "(path, mode='r', *, direct=False)",
     "KVFile.create": (
         "(path, *, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype='bfloat16', "
         "checksum=False)"
