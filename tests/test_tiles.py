@@ -106,7 +106,8 @@ def test_a_table_of_a_tile_leads_to_the_blocks_of_its_tokens():
     for seed in SEEDS:
         whole, mask, sizes = draw_plan(seed)
         size = sizes["block_size"]
-        for ids, tile, _ in tiles_of(whole, mask, sizes):
+        for resident in tiles_of(whole, mask, sizes):
+            ids, tile = resident.ids, resident.tile
             for _, seq, begin, end in attended(tile, mask):
                 position = np.arange(begin, end)
                 place = tile.tables[seq, (position - tile.starts[seq]) // size]
