@@ -214,7 +214,7 @@ class Streamer:
                 job.start(_stage(call, state, workers.count))
                 workers.work_on(job)
                 if next_keys is not None and workers.fit(next_keys.layout, state.device):
-                    self._next = Job(next_keys, self._tiles(next_keys, workers))
+                    self._next = workers.job(next_keys, self._tiles(next_keys, workers))
                     workers.work_on(self._next)
                 _wait(job, report)
         except BaseException as error:
@@ -228,14 +228,14 @@ class Streamer:
         workers = self._workers
         if workers is not None and workers.fit(keys.layout, device):
             if begun is None:
-                return workers, Job(keys, self._tiles(keys, workers))
+                return workers, workers.job(keys, self._tiles(keys, workers))
             if begun.keys.source is keys.source and begun.keys.are_cut_as(keys):
                 return workers, begun
         self._next = begun
         self._end()
         count = min(self.prefetch + 1, self.resident_blocks)
         self._workers = Workers(keys.layout, device, count, self.resident_blocks // count)
-        return self._workers, Job(keys, self._tiles(keys, self._workers))
+        return self._workers, self._workers.job(keys, self._tiles(keys, self._workers))
 
     def _tiles(self, keys: Keys, workers: Workers) -> Tiles:
         """Return the tiles of some keys: the last ones, if they are these."""
