@@ -31,7 +31,7 @@ def check(
     """Compare some heads of float32 `out` [Hq, D] and `lse` [Hq] over the first tokens of a file.
 
     The file is that of a layer in bfloat16, [N, 2, B, Hkv, D], its blocks in the order of the
-    tokens; q is [Hq, D]. The bound is that of `_check`; its plain evaluation has the same pieces.
+    tokens; q is [Hq, D]. The bound is that of `_check`.
     """
     exact, plain = ([Softmax(q[head], dtype) for head in heads] for dtype in (float, np.float32))
     done = 0
@@ -60,7 +60,10 @@ def _compare(quantity: str, found: HostArray, exact: HostArray, plain: HostArray
 
 
 class Softmax:
-    """Attention of one query [D], a piece of its keys and values at a time."""
+    """Attention of one query [D], a piece of its keys and values at a time.
+
+    Values are added token by token, as if all were there: how they come does not show.
+    """
 
     def __init__(self, q: HostArray, dtype: Any) -> None:
         self._q = q.astype(dtype) / np.sqrt(np.array(len(q), dtype))
@@ -74,7 +77,8 @@ class Softmax:
         m = np.maximum(self._m, logits.max())
         p, older = np.exp(logits - m), np.exp(self._m - m)
         self._l = older * self._l + p.sum()
-        self._o = older * self._o + p @ v.astype(p.dtype)
+        terms = np.concatenate([[older * self._o], p[:, None] * v.astype(p.dtype)])
+        self._o = np.add.reduce(terms, axis=0)
         self._m = m
 
     @property
