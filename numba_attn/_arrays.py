@@ -235,15 +235,42 @@ def address(array: Array) -> int:
     return array.device_ctypes_pointer.value or 0
 
 
+def view_bytes(
+    memory: Array, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
+) -> Array:
+    """View some bytes of a byte array, on the host or a device, as an array of any strides."""
+    dtype = np.dtype(dtype)
+    if isinstance(memory, np.ndarray):
+        return np.ndarray(shape, dtype, memory, offset, strides)
+    return _at(address(memory) + offset, shape, dtype, strides, owner=memory)
+
+
 def flatten(array: Array) -> Flat:
     """View a device array of any strides as one run of memory, from its lowest address."""
     from ._plan_cuda import span  # host arrays do without
 
     size, offset, strides = span(array.shape, array.strides, array.dtype.itemsize)
     first = address(array) - offset * array.dtype.itemsize
-    interface = {"shape": (size,), "typestr": array.dtype.str, "data": (first, False), "version": 3}
+    return Flat(_at(first, (size,), array.dtype, None, owner=array), offset, strides)
+
+
+def _at(
+    pointer: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...] | None,
+    owner: Array,
+) -> Array:
+    """Make a device array over memory of another one, which it keeps alive."""
+    interface = {
+        "shape": shape,
+        "typestr": dtype.str,
+        "data": (pointer, False),
+        "strides": strides,
+        "version": 3,
+    }
     if _device.is_simulator():
-        memory = SimpleNamespace(__array_interface__=interface, owner=array)
-        return Flat(type(array)(np.asarray(memory)), offset, strides)
-    memory = SimpleNamespace(__cuda_array_interface__=interface, owner=array)
-    return Flat(_device.cuda().as_cuda_array(memory), offset, strides)
+        memory = SimpleNamespace(__array_interface__=interface, owner=owner)
+        return type(owner)(np.asarray(memory))
+    memory = SimpleNamespace(__cuda_array_interface__=interface, owner=owner)
+    return _device.cuda().as_cuda_array(memory)

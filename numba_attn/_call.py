@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ._types import Array
+from ._types import Array, LongArray
 
 KERNELS = "auto", "simple", "split"
 """What a CUDA step may run."""
@@ -49,3 +49,12 @@ class Options(NamedTuple):
     def token_scales(self) -> bool:
         """Tell whether each token has scales of its own."""
         return any(x is not None and len(x.shape) == 3 for x in (self.k_scale, self.v_scale))
+
+
+def with_scales_of(options: Options, ids: LongArray) -> Options:
+    """Pick the scales of blocks, where each token has its own."""
+
+    def pick(scale: Array | None) -> Array | None:
+        return scale if scale is None or len(scale.shape) == 1 else scale[ids]
+
+    return options._replace(k_scale=pick(options.k_scale), v_scale=pick(options.v_scale))

@@ -5,12 +5,13 @@ The data decides; an explicit request never falls back silently, and the error s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -136,14 +137,21 @@ def streamed(function: Callable[..., Any]) -> Any:
     def on_stream(*args: Any, stream: Any = None, **options: Any) -> Any:
         if stream is None:
             return function(*args, **options)
-        before = getattr(_streams, "current", None)
-        _streams.current = stream
-        try:
+        with launching_on(stream):
             return function(*args, stream=stream, **options)
-        finally:
-            _streams.current = before
 
     return on_stream
+
+
+@contextlib.contextmanager
+def launching_on(stream: Any) -> Iterator[None]:
+    """Let this thread launch on a stream."""
+    before = getattr(_streams, "current", None)
+    _streams.current = stream
+    try:
+        yield
+    finally:
+        _streams.current = before
 
 
 def stream_in_use() -> Any:
@@ -184,6 +192,12 @@ def _pointer(stream: Any) -> int:
         "stream: expected a stream of Numba, cuda.core, torch or CuPy, or its pointer as an int, "
         f"got {type(stream).__name__}; make one with numba.cuda.stream()"
     )
+
+
+def gpu_in_use() -> Any:
+    """Return this thread's GPU, as a context manager that makes it another thread's."""
+    number = 0 if is_simulator() else cuda().get_current_device().id
+    return cuda().gpus[number]
 
 
 @functools.cache

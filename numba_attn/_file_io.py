@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from . import _buffers
 from ._types import HostArray, LongArray
 
-HEADER = 4096  # bytes, so that records are aligned for direct I/O
-MOST_BUFFERS = 512  # in a system call
+HEADER = _buffers.PAGE  # bytes, so that records are aligned for direct I/O
+_Call: TypeAlias = Callable[[list[memoryview], int], int]
 _MAGIC = b"\x93NUMPY\x01\x00"
 
 
@@ -40,97 +44,167 @@ def create(
         file.truncate(HEADER + math.prod(shape) * dtype.itemsize)
 
 
-def as_bytes(array: HostArray) -> HostArray:
-    """View records [n, ...] as bytes [n, size]; each must be one piece of memory.
+class Direct:
+    """Whether files are read past the page cache, until that fails once."""
 
-    Raises
-    ------
-    ValueError
-        If they are not.
-    """
-    size = math.prod(array.shape[1:]) * array.itemsize
-    if len(array) and not array[0].flags.c_contiguous:
-        raise ValueError(
-            f"a block must be one piece of memory, got strides {array.strides} for shape "
-            f"{array.shape}; pass a contiguous copy"
-        )
-    plain = array.view(f"u{array.itemsize}")
-    return plain.reshape(len(array), size // array.itemsize).view(np.uint8)
+    def __init__(self, path: pathlib.Path, wanted: bool) -> None:
+        self.on = wanted
+        self._path, self._lock = path, threading.Lock()
+
+    def open(self, path: pathlib.Path, record_size: int) -> int | None:
+        """Open a file to be read so, if it can be."""
+        if not self.on:
+            return None
+        if record_size % _buffers.PAGE:
+            self.stop(f"a block has {record_size} bytes, not a multiple of {_buffers.PAGE}")
+            return None
+        if not hasattr(os, "O_DIRECT"):
+            self.stop("the system has no O_DIRECT")
+            return None
+        try:
+            return os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            self.stop_if_refused(error)
+            return None
+
+    def stop_if_refused(self, error: OSError) -> None:
+        """Stop if the file system knows no direct reads; other errors are raised."""
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise error
+        self.stop(f"the file system refuses it ({error.strerror})")
+
+    def stop(self, why: str) -> None:
+        """Read through the page cache from now on, and say so once."""
+        with self._lock:
+            was, self.on = self.on, False
+        if was:
+            warnings.warn(
+                f"{self._path}: direct=True, but {why}; reads go through the page cache",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class Records:
-    """A ``.npy`` file of records, [N, ...], by their numbers."""
+    """A ``.npy`` file of records, [N, ...], by their numbers; threads may share it."""
 
     def __init__(
-        self, path: pathlib.Path, shape: tuple[int, ...], dtype: npt.DTypeLike, mode: str
+        self,
+        path: pathlib.Path,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        mode: str,
+        direct: Direct | None = None,
     ) -> None:
         dtype = np.dtype(dtype)
         self._path, self._size = path, math.prod(shape[1:]) * dtype.itemsize
         self._fd = os.open(path, os.O_RDWR if mode == "r+" else os.O_RDONLY)
+        self._direct = direct or Direct(path, wanted=False)
+        self._direct_fd: int | None = None
+        self._use = _Use(path, self._close)
+        try:
+            self._check(shape, dtype)
+            self._direct_fd = self._direct.open(path, self._size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         expected = HEADER + shape[0] * self._size
         found = os.fstat(self._fd).st_size
         if os.pread(self._fd, HEADER, 0) != _header(shape, dtype):
-            self.close()
-            raise ValueError(f"{path}: expected {dtype} {shape}, but its header is another")
+            raise ValueError(f"{self._path}: expected {dtype} {shape}, but its header is another")
         if found != expected:
-            self.close()
-            raise ValueError(f"{path}: expected {expected} bytes, got {found}: it is truncated")
+            raise ValueError(
+                f"{self._path}: expected {expected} bytes, got {found}: it is truncated"
+            )
 
     def read(self, ids: LongArray, parts: tuple[HostArray, ...]) -> None:
         """Read records, of which each part [n, size] has some bytes, in file order."""
-        self._transfer(os.preadv, ids, parts)
+        memory = _buffers.Memory(parts)
+        self._transfer(self._read_direct if memory.aligned else self._read, ids, memory)
 
     def write(self, ids: LongArray, parts: tuple[HostArray, ...]) -> None:
         """Write records, in file order."""
-        self._transfer(os.pwritev, ids, parts)
+        self._transfer(self._write, ids, _buffers.Memory(parts))
+
+    def _read(self, buffers: list[memoryview], at: int) -> int:
+        return os.preadv(self._fd, buffers, at)
+
+    def _read_direct(self, buffers: list[memoryview], at: int) -> int:
+        fd = self._direct_fd
+        if fd is not None and self._direct.on and at % _buffers.PAGE == 0:
+            try:
+                return os.preadv(fd, buffers, at)
+            except OSError as error:
+                self._direct.stop_if_refused(error)
+        return self._read(buffers, at)
+
+    def _write(self, buffers: list[memoryview], at: int) -> int:
+        return os.pwritev(self._fd, buffers, at)
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""
-        os.fsync(self._fd)
+        with self._use:
+            os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file, when no thread reads or writes it any more; these end with an error."""
+        self._use.end()
 
-    def _transfer(
-        self,
-        call: Callable[[int, list[memoryview], int], int],
-        ids: LongArray,
-        parts: tuple[HostArray, ...],
-    ) -> None:
-        for run in runs(ids, MOST_BUFFERS // len(parts)):
-            buffers = [memoryview(part[i]) for i in run for part in parts]
-            at, left = HEADER + int(ids[run[0]]) * self._size, len(run) * self._size
-            while left:
-                done = call(self._fd, buffers, at)
-                if done <= 0:
-                    raise OSError(f"{self._path}: ended at byte {at}, {left} bytes too soon")
-                at, left = at + done, left - done
-                if left:
-                    buffers = _after(buffers, done)
+    def _close(self) -> None:
+        os.close(self._fd)
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
 
+    def _transfer(self, call: _Call, ids: LongArray, memory: _buffers.Memory) -> None:
+        with self._use:
+            for first, buffers in memory.runs(ids):
+                at = HEADER + first * self._size
+                for start in range(0, len(buffers), _buffers.MOST_BUFFERS):
+                    at = self._all(call, buffers[start : start + _buffers.MOST_BUFFERS], at)
 
-def runs(ids: LongArray, most: int) -> Iterator[npt.NDArray[np.intp]]:
-    """Cut places of ids into runs of neighbours, in file order.
-
-    Examples
-    --------
-    >>> [run.tolist() for run in runs(np.array([7, 3, 4, 5, 9]), 2)]
-    [[1, 2], [3], [0], [4]]
-    """
-    order = np.argsort(ids, kind="stable")
-    cuts = np.flatnonzero(np.diff(ids[order]) != 1) + 1
-    for run in np.split(order, cuts):
-        for start in range(0, len(run), most):
-            yield run[start : start + most]
+    def _all(self, call: _Call, buffers: list[memoryview], at: int) -> int:
+        """Fill or write buffers, from a byte of the file; return where they end."""
+        left = sum(map(len, buffers))
+        while left:
+            self._use.check()
+            done = call(buffers, at)
+            if done <= 0:
+                raise OSError(f"{self._path}: ended at byte {at}, {left} bytes too soon")
+            at, left = at + done, left - done
+            if left:
+                buffers = _buffers.after(buffers, done)
+        return at
 
 
-def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of buffers after their first bytes."""
-    for i, buffer in enumerate(buffers):
-        if done < len(buffer):
-            return [buffer[done:], *buffers[i + 1 :]]
-        done -= len(buffer)
-    return []
+class _Use:
+    """Who uses a file: the last user closes it, as its number may then be another file's."""
+
+    def __init__(self, path: pathlib.Path, close: Callable[[], None]) -> None:
+        self._path, self._close = path, close
+        self._lock, self._users, self._ended = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.check()
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._ended and not self._users
+        if last:
+            self._close()
+
+    def check(self) -> None:
+        if self._ended:
+            raise ValueError(f"{self._path}: is closed")
+
+    def end(self) -> None:
+        """Let nobody begin any more."""
+        with self._lock:
+            last = not self._ended and not self._users
+            self._ended = True
+        if last:
+            self._close()

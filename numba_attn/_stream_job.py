@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from ._stream_call import Keys
 from ._tiles import Resident, Tiles
@@ -22,14 +23,17 @@ class Buffer:
     def __init__(self, memory: Array, layout: Layout) -> None:
         self.memory = memory  # uint8, on the host
         self.k, self.v = layout.pools(memory)  # [n, B, Hkv, D], [n, B, Hkv, Dv]
+        self.staging: Any = None  # what a device keeps with it
 
 
-class Dealt(NamedTuple):
-    """A tile that a worker has, and its buffer, where it has been read before."""
+@dataclasses.dataclass(frozen=True)
+class Dealt:
+    """A tile that a worker has, and its buffer."""
 
     index: int
     resident: Resident
-    buffer: Buffer | None = None
+    buffer: Buffer
+    is_read: bool = False
 
 
 class Job:
@@ -37,35 +41,76 @@ class Job:
 
     Workers take them, read them, and fold them in turn. Before it is started with a stage, the
     first tiles may be read, and are held. The first error stops all workers.
+
+    Parameters
+    ----------
+    keys : Keys
+    tiles : Tiles
+    free : list of Buffer
+        Those of the workers that no tile has, of whichever job.
+    changed : Condition
+        Of the workers: guards the free buffers, and what is here.
     """
 
-    def __init__(self, keys: Keys, tiles: Tiles) -> None:
+    def __init__(
+        self, keys: Keys, tiles: Tiles, free: list[Buffer], changed: threading.Condition
+    ) -> None:
         self.keys, self.tiles = keys, tiles
         self.stage: Any = None
         self.error: BaseException | None = None
         self.futures: list[Future[None]] = []
         self.blocks_folded = 0  # entries of tables
-        self._changed = threading.Condition()
+        self._free, self._changed = free, changed
         self._next = self._folded = 0  # indices of tiles
+        self._all_dealt = False
         self._held: list[Dealt] = []
 
     def start(self, stage: Any) -> None:
         """Give what absorbs a tile."""
         with self._changed:
             self.stage = stage
+            self._changed.notify_all()
 
     def take(self) -> Dealt | None:
-        """Return a tile: the first one held, else the next one; None at the end."""
+        """Return a tile: the first one held, else the next one; None at the end.
+
+        A tile comes with a buffer: without, it might wait for those that the next job holds.
+        """
         with self._changed:
-            if self.error is not None:
-                return None
-            if self.stage is not None and self._held:
-                self._held.sort()
+            self._changed.wait_for(lambda: self._free or self._ready or self._over)
+            if self._ready:
+                self._held.sort(key=lambda dealt: dealt.index)
                 return self._held.pop(0)
-            index = self._next
+            if self._over:
+                return None
+            index, buffer = self._next, self._free.pop()
             self._next += 1
         resident = self.tiles.get(index)
-        return None if resident is None else Dealt(index, resident)
+        if resident is not None:
+            return Dealt(index, resident, buffer)
+        with self._changed:
+            self._all_dealt = True
+            self._put_back(buffer)
+        return None
+
+    @property
+    def _ready(self) -> bool:
+        """Whether a tile that is held may be absorbed."""
+        return self.error is None and self.stage is not None and bool(self._held)
+
+    @property
+    def _over(self) -> bool:
+        """Whether no further tile is read."""
+        return self.error is not None or self._all_dealt
+
+    def put_back(self, buffer: Buffer) -> None:
+        """Let a buffer be taken again."""
+        with self._changed:
+            self._put_back(buffer)
+
+    def _put_back(self, buffer: Buffer) -> None:
+        self._free.append(buffer)
+        self._changed.notify_all()
 
     def hold(self, dealt: Dealt) -> bool:
         """Keep a tile that was read ahead; not any more once the job has started."""

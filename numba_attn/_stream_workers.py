@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
-import queue
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from . import _device
+from ._stream_call import Keys
 from ._stream_job import Buffer, Job, Stopped
+from ._tiles import Tiles
 from ._types import HostArray, LongArray
 from .sources import Layout
 
@@ -36,13 +40,18 @@ class Workers:
         self.layout, self.device, self.count, self.most_blocks = layout, device, count, most_blocks
         self._pid = os.getpid()
         self._pool = ThreadPoolExecutor(count, "numba_attn reader")
-        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
-        for _ in range(count):
-            self._free.put(Buffer(_memory(device, most_blocks * layout.block_bytes), layout))
+        self._changed = threading.Condition()
+        self._free = [
+            Buffer(_memory(device, most_blocks * layout.block_bytes), layout) for _ in range(count)
+        ]
 
     def fit(self, layout: Layout, device: str) -> bool:
         """Tell whether these can work on a pass; after a fork, the threads are the parent's."""
         return (layout, device, os.getpid()) == (self.layout, self.device, self._pid)
+
+    def job(self, keys: Keys, tiles: Tiles) -> Job:
+        """Make a job, which takes from the buffers."""
+        return Job(keys, tiles, self._free, self._changed)
 
     def work_on(self, job: Job) -> None:
         """Begin with the tiles of a job: with the first ones only, where it is not started yet."""
@@ -56,21 +65,22 @@ class Workers:
     def _work(self, job: Job) -> None:
         try:
             while (dealt := job.take()) is not None:
-                buffer = dealt.buffer or self._free.get()
-                held = False
+                held, buffer = False, dealt.buffer
                 try:
-                    if dealt.buffer is None:
+                    if not dealt.is_read:
                         _read(job.keys.source, dealt.resident.ids, buffer)
-                    held = job.hold(dealt._replace(buffer=buffer))
+                    held = job.hold(dataclasses.replace(dealt, is_read=True))
                     if held:
                         return
                     turn = functools.partial(job.turn, dealt.index)
-                    job.stage.absorb(dealt.resident, buffer, turn)
+                    wait = job.stage.absorb(dealt.resident, buffer, turn)
                     turn()
                     job.folded(dealt)
+                    if wait is not None:
+                        wait()
                 finally:
                     if not held:
-                        self._free.put(buffer)
+                        job.put_back(buffer)
         except Stopped:
             pass
         except BaseException as error:  # the caller's thread raises it
@@ -88,7 +98,10 @@ def _read(source: Any, ids: LongArray, buffer: Buffer) -> None:
 
 
 def _memory(device: str, size: int) -> HostArray:
-    """Allocate bytes."""
+    """Allocate bytes, from which a device can copy."""
+    if device == "cuda":
+        pinned: HostArray = _device.cuda().pinned_array(size, np.uint8)
+        return pinned
     memory = np.empty(size + _PAGE, np.uint8)
     skip = -memory.ctypes.data % _PAGE
     return memory[skip : skip + size]

@@ -7,6 +7,7 @@ Only a split that has no room alone is cut, between blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import NamedTuple
 
@@ -20,12 +21,14 @@ REMEMBERED_BLOCKS = 1 << 20
 """Most blocks of tables whose tiles are kept: the next layer asks for the same ones."""
 
 
-class Resident(NamedTuple):
+@dataclasses.dataclass
+class Resident:
     """A tile, and the blocks that it is made of."""
 
     ids: LongArray  # [n], ascending
     tile: Tile  # its tables hold places in `ids`
     table_blocks: int  # entries of the table that it stands for
+    cut: _plan.Cut | None = None  # its work items, once a backend has asked for them
 
 
 class _Units(NamedTuple):
@@ -75,10 +78,10 @@ class Tiles:
         split_tokens: int,
         most_blocks: int,
     ) -> None:
-        lens = whole.token_counts if whole.seq_lens is None else whole.seq_lens
-        zero = np.zeros_like(whole.token_counts)
-        starts = zero if whole.starts is None else whole.starts
-        self._whole = whole._replace(seq_lens=lens, starts=starts)
+        starts = whole.starts
+        self._starts = np.zeros_like(whole.token_counts) if starts is None else starts
+        lens = self._starts + whole.token_counts if whole.seq_lens is None else whole.seq_lens
+        self._whole = whole._replace(seq_lens=lens)
         self._block_size, self._most = block_size, most_blocks
         splits = _splits(self._whole, sliding_window, causal, block_size, split_tokens)
         self._units = _pieces(splits, block_size, most_blocks)
@@ -143,8 +146,8 @@ class Tiles:
         width = -(-int(counts.max()) // self._block_size)
         tables = np.zeros((num_seqs, width), np.int32)
         tables[seq, columns - before[seq]] = places
-        starts = whole.starts + before * self._block_size
-        seq_starts = whole.starts + origin
+        starts = self._starts + before * self._block_size
+        seq_starts = self._starts + origin
         tile = whole._replace(
             tables=tables,
             token_counts=counts.astype(np.int32),

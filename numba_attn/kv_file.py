@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _file_io, _validate, _validate_state, append
+from . import _arrays, _buffers, _file_io, _validate, _validate_state, append
 from ._types import Array, HostArray, LongArray
 
 _GEOMETRY = "kv.json"
@@ -57,6 +57,16 @@ class KVFile:
         The folder that `create` made.
     mode : {"r", "r+"}
         Whether it is to be read, or also written.
+    direct : bool
+        Read blocks past the page cache, with ``O_DIRECT``: for a cache larger than memory, of which
+        the pages would only push out others. It takes arrays that begin at a page of 4096 bytes, as
+        `KVLayer.pair` makes them; into others, blocks are read through the page cache. Writes and
+        checksums go through it.
+
+    Attributes
+    ----------
+    direct : bool
+        Whether blocks are read past the page cache now.
 
     Raises
     ------
@@ -65,8 +75,16 @@ class KVFile:
     ValueError
         If a layer's file has another geometry or length than it should have.
 
+    Warns
+    -----
+    RuntimeWarning
+        Once, if `direct` is asked for and impossible: a block is no multiple of 4096 bytes, or the
+        system refuses. Reads then go through the page cache.
+
     Notes
     -----
+    A process must not be forked while one of its threads reads with `direct`; Linux forbids it.
+
     Blocks may be read by several threads at a time. One that is written while it is read is old,
     new or mixed; with a checksum, mixed is an error.
 
@@ -85,18 +103,28 @@ class KVFile:
     >>> file.close()
     """
 
-    def __init__(self, path: str | os.PathLike[str], mode: str = "r") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool = False
+    ) -> None:
         if mode not in ("r", "r+"):
             raise ValueError(f"mode: expected 'r' or 'r+', got {mode!r}")
+        _validate.flag("direct", direct)
         self.path = pathlib.Path(path)
         self.geometry = _geometry(self.path / _GEOMETRY)
+        self._direct = _file_io.Direct(self.path, bool(direct))
         self._layers: list[KVLayer] = []
         try:
             for index in range(self.geometry.num_layers):
-                self._layers.append(KVLayer(self.path, index, self.geometry, mode))
+                layer = KVLayer(self.path, index, self.geometry, mode, self._direct)
+                self._layers.append(layer)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def direct(self) -> bool:
+        """Whether blocks are read past the page cache now."""
+        return self._direct.on
 
     @classmethod
     def create(
@@ -214,7 +242,7 @@ class KVFile:
             layer.sync()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; what other threads read or write then ends with a ValueError."""
         for layer in self._layers:
             layer.close()
 
@@ -233,20 +261,37 @@ class KVFile:
 class KVLayer:
     """One layer of a `KVFile`: a source."""
 
-    def __init__(self, folder: pathlib.Path, index: int, geometry: Geometry, mode: str) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        index: int,
+        geometry: Geometry,
+        mode: str,
+        direct: _file_io.Direct,
+    ) -> None:
         self.index, self.path = index, _layer_path(folder, index)
         self.num_blocks, _, self.block_size, self.num_kv_heads, self.head_dim = geometry.shape
         self.dtype = _arrays.dtype_of(geometry.dtype)
         self._block_shape = geometry.shape[2:]
-        self._file = _file_io.Records(self.path, geometry.shape, geometry.stored, mode)
-        self._sums = None
+        self._direct = direct
+        self._file = _file_io.Records(self.path, geometry.shape, geometry.stored, mode, direct)
+        self._sums: _file_io.Records | None = None
         if geometry.checksum:
             shape = (geometry.num_blocks,)
-            self._sums = _file_io.Records(_sums_path(folder, index), shape, np.uint32, mode)
+            try:
+                self._sums = _file_io.Records(_sums_path(folder, index), shape, np.uint32, mode)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def direct(self) -> bool:
+        """Whether blocks are read past the page cache now."""
+        return self._direct.on
 
     def pair(self, num_blocks: int) -> HostArray:
-        """Make arrays for blocks, [2, n, B, Hkv, D], of which each block is one piece of memory."""
-        return np.empty((num_blocks, 2, *self._block_shape), self.dtype).swapaxes(0, 1)
+        """Make arrays for blocks, [2, n, B, Hkv, D]: one piece of memory, from a page on."""
+        return _buffers.empty((num_blocks, 2, *self._block_shape), self.dtype).swapaxes(0, 1)
 
     def read(self, block_ids: Any, k_out: HostArray, v_out: HostArray) -> None:
         """Read blocks [n] into arrays [n, B, Hkv, D].
@@ -259,6 +304,11 @@ class KVLayer:
             If the file cannot be read, or has become shorter.
         """
         ids, (k, v) = self._checked(block_ids, k_out, v_out)
+        for name, array in (("k_out", k_out), ("v_out", v_out)):
+            if not array.flags.writeable:
+                raise ValueError(
+                    f"{name}: must be writable, got a read-only array; pass one to be filled"
+                )
         self._file.read(ids, (k, v))
         if self._sums is not None:
             kept = np.empty((len(ids), 1), np.uint32)
@@ -310,7 +360,7 @@ class KVLayer:
                 raise ValueError(
                     f"{name}: expected {self.dtype} {shape}, got {array.dtype} {array.shape}"
                 )
-        return ids.astype(np.int64), (_file_io.as_bytes(k), _file_io.as_bytes(v))
+        return ids.astype(np.int64), (_buffers.as_bytes(k), _buffers.as_bytes(v))
 
 
 def _geometry(path: pathlib.Path) -> Geometry:

@@ -118,27 +118,34 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, source: Any) -> Layout:
         """Check a source, and return the layout of its blocks."""
-        missing = [name for name in (*cls._fields[:3], "dtype", "read") if not hasattr(source, name)]
+        needed = ("block_size", "num_kv_heads", "head_dim", "dtype", "read")
+        missing = [name for name in needed if not hasattr(source, name)]
         if missing:
             raise TypeError(
                 f"source: expected block_size, num_kv_heads, head_dim, dtype and read(block_ids, "
                 f"k_out, v_out), got {type(source).__name__} without {', '.join(missing)}; arrays "
                 "are wrapped by ArraySource(k_pool, v_pool)"
             )
-        sizes = _validate_state.positive_sizes(
+        block_size, heads, dim, v_dim = _validate_state.positive_sizes(
             block_size=source.block_size,
             num_kv_heads=source.num_kv_heads,
             head_dim=source.head_dim,
             v_head_dim=getattr(source, "v_head_dim", source.head_dim),
         )
-        dtypes = (
-            _validate.known_dtype(f"source.{name}", dtype, _arrays.POOL_FORMATS)
-            for name, dtype in (
-                ("dtype", source.dtype),
-                ("v_dtype", getattr(source, "v_dtype", source.dtype)),
-            )
+        v_dtype = getattr(source, "v_dtype", source.dtype)
+        return cls(
+            block_size,
+            heads,
+            dim,
+            v_dim,
+            dtype=_validate.known_dtype("source.dtype", source.dtype, _arrays.POOL_FORMATS),
+            v_dtype=_validate.known_dtype("source.v_dtype", v_dtype, _arrays.POOL_FORMATS),
         )
-        return cls(*sizes, *dtypes)
+
+    def carried(self) -> Layout:
+        """Return it with the dtypes that kernels see."""
+        dtypes = (_arrays.CARRIERS[_arrays.format_of(x) or ""] for x in (self.dtype, self.v_dtype))
+        return Layout(*self[:4], *dtypes)
 
     @property
     def _k_bytes(self) -> int:
@@ -153,7 +160,7 @@ class Layout(NamedTuple):
         return _plan.ceil_div(self._k_bytes + v_bytes, step) * step
 
     def pools(self, memory: Array) -> tuple[Array, Array]:
-        """View bytes as pools [n, B, Hkv, D] and [n, B, Hkv, Dv] of the sizes' dtypes."""
+        """View bytes, on the host or a device, as pools [n, B, Hkv, D] and [n, B, Hkv, Dv]."""
         num_blocks = memory.size // self.block_bytes
         pools = []
         for offset, dim, dtype in (
@@ -163,6 +170,8 @@ class Layout(NamedTuple):
             shape = num_blocks, self.block_size, self.num_kv_heads, dim
             row = dim * dtype.itemsize
             strides = self.block_bytes, self.num_kv_heads * row, row, dtype.itemsize
-            where = (memory, offset, strides) if num_blocks else ()
-            pools.append(np.ndarray(shape, dtype, *where))
+            if num_blocks:
+                pools.append(_arrays.view_bytes(memory, shape, dtype, offset, strides))
+            else:
+                pools.append(np.empty(shape, dtype))
         return pools[0], pools[1]

@@ -7,10 +7,20 @@ from concurrent import futures
 from types import TracebackType
 from typing import Any
 
-from . import _arrays, _device, _run, _stages, _stream_call, _stream_progress, _validate
-from . import _validate_options, _validate_state
+from . import (
+    _arrays,
+    _device,
+    _run,
+    _stream_call,
+    _stream_progress,
+    _validate,
+    _validate_options,
+    _validate_state,
+)
+from ._stage_cpu import OnCpu
 from ._stream_call import Call, Keys
 from ._stream_job import Job, Stopped
+from ._stream_progress import Report
 from ._stream_workers import Workers
 from ._tiles import Tiles
 from ._types import Array
@@ -68,6 +78,7 @@ class Streamer:
         self._next: Job | None = None  # begun by `then`
         self._cut: tuple[Keys, Tiles] | None = None  # the last tiles; the next layer has the same
 
+    @_device.streamed
     def attend(
         self,
         q: Array,
@@ -93,6 +104,7 @@ class Streamer:
         out: Array | None = None,
         device: str = "auto",
         kernel: str = "auto",
+        stream: Any = None,
         progress: Any = None,
     ) -> Any:
         """Attend to keys and values that a source has; else as `paged_attention`.
@@ -119,7 +131,7 @@ class Streamer:
             As in `paged_attention`.
         k_scale, v_scale, causal, query_start_loc, seq_starts : optional
             As in `paged_attention`.
-        return_lse, out, device, kernel : optional
+        return_lse, out, device, kernel, stream : optional
             As in `paged_attention`.
         progress : bool or callable, optional
             True: a bar on stderr, with bytes, rate and time left (needs tqdm). Or a function, which
@@ -156,7 +168,7 @@ class Streamer:
         given = _run.given_arrays(q=q, alibi_slopes=alibi_slopes, sinks=sinks, **scales)
         home = _device.home(**given, out=out)
         kind = _device.resolve(device, home)
-        _validate_options.launch(kind, kernel, None)
+        _validate_options.launch(kind, kernel, stream)
         _validate.flag("return_lse", return_lse)
         _stream_progress.check(progress)
         call = _stream_call.check(q, (source, block_tables, seq_lens), **same, **scales)
@@ -199,17 +211,12 @@ class Streamer:
         total = job.tiles.table_blocks * call.keys.layout.block_bytes
         try:
             with _stream_progress.reporting(progress, total) as report:
-                job.start(_stages.stage(call, state, workers.count))
+                job.start(_stage(call, state, workers.count))
                 workers.work_on(job)
                 if next_keys is not None and workers.fit(next_keys.layout, state.device):
-                    self._next = Job(next_keys, self._tiles(next_keys, workers))
+                    self._next = workers.job(next_keys, self._tiles(next_keys, workers))
                     workers.work_on(self._next)
-                while futures.wait(job.futures, report and _REPORT_SECONDS).not_done:
-                    report(job.blocks_folded * workers.layout.block_bytes)
-                if job.error is not None:
-                    raise job.error
-                if report is not None:
-                    report(total)
+                _wait(job, report)
         except BaseException as error:
             job.stop(error)
             self._end()
@@ -221,14 +228,14 @@ class Streamer:
         workers = self._workers
         if workers is not None and workers.fit(keys.layout, device):
             if begun is None:
-                return workers, Job(keys, self._tiles(keys, workers))
+                return workers, workers.job(keys, self._tiles(keys, workers))
             if begun.keys.source is keys.source and begun.keys.are_cut_as(keys):
                 return workers, begun
         self._next = begun
         self._end()
         count = min(self.prefetch + 1, self.resident_blocks)
         self._workers = Workers(keys.layout, device, count, self.resident_blocks // count)
-        return self._workers, Job(keys, self._tiles(keys, self._workers))
+        return self._workers, self._workers.job(keys, self._tiles(keys, self._workers))
 
     def _tiles(self, keys: Keys, workers: Workers) -> Tiles:
         """Return the tiles of some keys: the last ones, if they are these."""
@@ -245,6 +252,27 @@ class Streamer:
             begun.stop(Stopped())
         if workers is not None:
             workers.end()
+
+
+def _stage(call: Call, state: AttentionState, num_workers: int) -> Any:
+    """Return what absorbs tiles on the device of a state."""
+    if state.device == "cpu":
+        return OnCpu(call, state, num_workers)
+    from ._stage_cuda import OnCuda  # machines without CUDA do without
+
+    return OnCuda(call, state)
+
+
+def _wait(job: Job, report: Report | None) -> None:
+    """Wait for the end of a job; raise its error."""
+    block_bytes = job.keys.layout.block_bytes
+    while futures.wait(job.futures, None if report is None else _REPORT_SECONDS).not_done:
+        if report is not None:
+            report(job.blocks_folded * block_bytes)
+    if job.error is not None:
+        raise job.error
+    if report is not None:
+        report(job.blocks_folded * block_bytes)
 
 
 def stream_attention(

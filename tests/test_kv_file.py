@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import numba_attn
-from numba_attn import KVFile, _arrays, _file_io
+from numba_attn import KVFile, _arrays, _buffers
 from numba_attn.kv_file import DamagedBlockError
 
 N, B, HKV, D = 9, 4, 2, 8
@@ -236,7 +236,7 @@ def test_after_a_kill_every_block_is_whole_or_damaged(tmp_path):
 
 
 def test_runs_are_cut_at_the_most_buffers_of_a_call(file, monkeypatch):
-    monkeypatch.setattr(_file_io, "MOST_BUFFERS", 4)
+    monkeypatch.setattr(_buffers, "MOST_BUFFERS", 4)
     k, v = numbers(9, N, file.layer(0).dtype)
     file.write_blocks(0, range(N), k, v)
     found = read(file.layer(0), range(N))

@@ -1,16 +1,14 @@
-"""What absorbs a tile that has been read, by device."""
+"""Absorbs tiles on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from . import _arrays, _device, _plan, _threads
-from ._call import Options
+from ._call import with_scales_of
 from ._stream_call import Call
 from ._stream_job import Buffer
 from ._tiles import Resident
-from ._types import Array, LongArray
 from .state import AttentionState
 
 
@@ -35,25 +33,11 @@ class OnCpu:
         """Absorb a tile; call `turn` before the state is changed."""
         inputs, options, tile = self._call.inputs, self._call.options, resident.tile
         k, v = (_arrays.as_carrier(pool[: len(resident.ids)]) for pool in (buffer.k, buffer.v))
-        ranges = _plan.key_ranges(tile, options.sliding_window, options.causal)
-        cut = _plan.split_items(ranges, self._backend.SPLIT)
+        if resident.cut is None:
+            ranges = _plan.key_ranges(tile, options.sliding_window, options.causal)
+            resident.cut = _plan.split_items(ranges, self._backend.SPLIT)
         options = with_scales_of(options, resident.ids)
-        arguments = cut, inputs.q, k, v, inputs.formats, tile, options, self._num_threads
+        arguments = resident.cut, inputs.q, k, v, inputs.formats, tile, options, self._num_threads
         for fold in self._backend.attend(*arguments):
             turn()
             fold(self._state)
-
-
-def with_scales_of(options: Options, ids: LongArray) -> Options:
-    """Pick the scales of blocks, where each token has its own."""
-
-    def pick(scale: Array | None) -> Array | None:
-        by_token = scale is not None and len(scale.shape) == 3
-        return scale[ids] if by_token else scale
-
-    return options._replace(k_scale=pick(options.k_scale), v_scale=pick(options.v_scale))
-
-
-def stage(call: Call, state: AttentionState, num_workers: int) -> Any:
-    """Return what absorbs tiles on the device of a state."""
-    return OnCpu(call, state, num_workers)
