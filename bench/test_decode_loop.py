@@ -1,4 +1,4 @@
-"""The loop at a size that outgrows its buffers; what it would miss without a tail in memory."""
+"""The loop, at a size that outgrows its buffers."""
 
 import re
 

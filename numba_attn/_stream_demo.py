@@ -328,17 +328,18 @@ def _check(
 def _memory_line(case: Case) -> str:
     peak = _memory.peak()
     return (
-        f"blocks in memory: {case.resident_blocks} of {case.num_blocks}, "
+        f"room in memory: {case.resident_blocks} of {case.num_blocks} blocks, "
         f"{_size(case.resident_bytes)}; most memory resident in this process: "
         f"{'not told' if peak is None else _size(peak)}"
     )
 
 
 def _summary(case: Case, seconds: float, plain: float) -> str:
+    resident = min(1.0, case.resident_bytes / case.file_bytes)
     return (
         f"Attention over {case.context} tokens on disk reads K/V at "
         f"{case.file_bytes / seconds / 1e9:.2f} GB/s, {plain / seconds:.0%} of the faster plain "
-        f"read, with {case.resident_bytes / case.file_bytes:.1%} of the cache in memory."
+        f"read (by one thread), with {resident:.1%} of the cache in memory."
     )
 
 

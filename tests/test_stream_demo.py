@@ -26,11 +26,13 @@ def test_it_writes_attends_and_checks(tmp_path, capsys):
     assert "heads 0, 1, 2, 3 of 4 against float64:" in output.out
     for quantity in ("out", "lse"):
         assert re.search(rf"streamed +{quantity} +ok +error \S+, bound \S+", output.out)
-    assert re.search(r"blocks in memory: 60 of 1250, 0.2 MiB; most memory .*: \S+ .iB", output.out)
+    assert re.search(
+        r"room in memory: 60 of 1250 blocks, 0.2 MiB; most memory .*: \S+ .iB", output.out
+    )
     last = output.out.splitlines()[-1]
     assert re.fullmatch(
         r"Attention over 20000 tokens on disk reads K/V at [\d.]+ GB/s, \d+% of the faster plain "
-        r"read, with 4\.8% of the cache in memory\.",
+        r"read \(by one thread\), with 4\.8% of the cache in memory\.",
         last,
     )
     for stage in ("compiling", "writing 4.9 MiB", "attending", "checking against float64"):
