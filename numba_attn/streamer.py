@@ -294,7 +294,7 @@ def stream_attention(
 
     Parameters
     ----------
-    q, source, block_tables, seq_lens
+    q, source, block_tables, seq_lens : arrays and a source
         As in `Streamer.attend`.
     resident_blocks, prefetch : int
         As in `Streamer`.
