@@ -1,4 +1,7 @@
-"""Check what runs on this machine, then measure it: ``python -m numba_attn``."""
+"""Check what runs on this machine, then measure it: ``python -m numba_attn``.
+
+``python -m numba_attn stream`` attends to a KV cache on disk; see `_stream_demo`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,9 @@ import argparse
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-from . import _arguments, _check, _decode, _device, _machine, _threads
+from . import _arguments, _check, _decode, _device, _machine, _stream_demo, _threads
 from ._progress import Progress
 from ._workloads import WORKLOADS, Workload
 
@@ -17,11 +19,14 @@ _DEFAULT_WORKLOADS = "W0,W1,W2,W4"
 _LAYERS = 32
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status: 1 when a check fails.
 
     Bad arguments end it with status 2.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["stream"]:
+        return _stream_demo.main(arguments[1:])
     options = _parse(arguments)
     threads_before = _threads.get_num_threads()
     if options.threads is not None:
@@ -46,12 +51,14 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: list[str]) -> argparse.Namespace:
     """Parse and check the command line; say what is wrong and exit with 2 where it is bad."""
     parser = argparse.ArgumentParser(
         prog="python -m numba_attn",
         description="Check every device against the float64 reference, then measure decode "
         "attention beside this machine's own read bandwidth.",
+        epilog="python -m numba_attn stream --help: attention over a KV cache on disk that is "
+        "larger than memory.",
     )
     parser.add_argument(
         "--workload",

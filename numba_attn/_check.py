@@ -77,14 +77,14 @@ def check_answer(device: str, way: str, step: Step, out: Any, lse: Any) -> Itera
     row = np.abs(exact.out).max(axis=-1, keepdims=True)
     unit = np.where(row == 0, 1, row)
     excess = np.maximum(np.abs(values - exact.out) - _half_ulp(values), 0) / unit
-    bound = _bound(np.abs(plain.out - exact.out) / unit, 1.0)
-    yield Check(device, way, "out", _largest(excess), bound)
+    most = bound(np.abs(plain.out - exact.out) / unit, 1.0)
+    yield Check(device, way, "out", largest(excess), most)
 
     lse = np.asarray(lse, np.float64)
     kept = exact.lse != -np.inf
-    bound = _bound(np.abs(plain.lse[kept] - exact.lse[kept]), _largest(np.abs(exact.lse[kept])))
-    error = _largest(np.abs(lse[kept] - exact.lse[kept]))
-    yield Check(device, way, "lse", error if (lse[~kept] == -np.inf).all() else np.inf, bound)
+    most = bound(np.abs(plain.lse[kept] - exact.lse[kept]), largest(np.abs(exact.lse[kept])))
+    error = largest(np.abs(lse[kept] - exact.lse[kept]))
+    yield Check(device, way, "lse", error if (lse[~kept] == -np.inf).all() else np.inf, most)
 
 
 def part(step: Step, out: Any, lse: Any, tokens: int) -> tuple[Step, Any, Any]:
@@ -161,11 +161,13 @@ def _plain(step: Step) -> Answer:
     return answer
 
 
-def _bound(plain_error: Float64Array, largest: float) -> float:
-    return 2 * _largest(plain_error) + 8 * _EPS * max(1.0, largest)
+def bound(plain_error: Float64Array, magnitude: float) -> float:
+    """Return the largest error that holds, of values up to a magnitude."""
+    return 2 * largest(plain_error) + 8 * _EPS * max(1.0, magnitude)
 
 
-def _largest(values: Float64Array) -> float:
+def largest(values: Float64Array) -> float:
+    """Return the largest of some values, 0 of none; NaN if one is."""
     return float(np.max(values, initial=0.0))
 
 

@@ -160,24 +160,24 @@ def make_steps(
     lens = np.array(workload.seq_lens, np.int32)
     blocks = -(-lens // workload.block_size)
     pool_shape = (int(blocks.sum()), workload.block_size, *heads)
-    sample = _normal(rng, (1 << 20,))
-    q = _normal(rng, (workload.num_seqs, workload.num_q_heads, workload.head_dim))
+    sample = normal(rng, (1 << 20,))
+    q = normal(rng, (workload.num_seqs, workload.num_q_heads, workload.head_dim))
     steps = []
     for done in range(num_pools):
         on_pool(done)
-        k_pool, v_pool = (_fill(rng, sample, pool_shape) for _ in range(2))
+        k_pool, v_pool = (fill(rng, sample, aligned(pool_shape, sample.dtype)) for _ in range(2))
         steps.append(Step(q, k_pool, v_pool, _shuffled_tables(rng, blocks), lens))
     return steps
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> HostArray:
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> HostArray:
+    """Draw N(0, 1) values in bfloat16."""
     values: HostArray = rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
     return values
 
 
-def _fill(rng: np.random.Generator, sample: HostArray, shape: tuple[int, ...]) -> HostArray:
-    """Fill an aligned array with pieces of `sample`, each begun at a random place (fast)."""
-    array = aligned(shape, sample.dtype)
+def fill(rng: np.random.Generator, sample: HostArray, array: HostArray) -> HostArray:
+    """Fill a contiguous array with pieces of `sample`, each begun at a random place (fast)."""
     flat = array.reshape(-1)
     position = 0
     while position < flat.size:

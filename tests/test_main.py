@@ -145,5 +145,13 @@ def test_the_module_runs_as_a_command():
         [sys.executable, "-m", "numba_attn", "--help"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0
-    for option in ("--workload", "--shape", "--device", "--threads", "--json", "--quick"):
+    for option in (
+        "--workload",
+        "--shape",
+        "--device",
+        "--threads",
+        "--json",
+        "--quick",
+        "python -m numba_attn stream --help",
+    ):
         assert option in done.stdout
