@@ -13,6 +13,7 @@ from ._types import HostArray, LongArray
 
 PAGE = 4096  # bytes; direct I/O needs multiples of it
 MOST_BUFFERS = 512  # in a system call
+FEW_PIECES = 4  # that may be read by a system call each, of Python's
 MOST_BYTES = 1 << 30  # in a system call; Linux stops a little below 2 GiB
 
 
@@ -27,6 +28,7 @@ class Memory:
         self._parts = parts
         self.record_size = sum(part.shape[1] for part in parts)
         places = [_address(part) for part in parts]
+        self._address = places[0]
         self._whole = _whole(parts, places, self.record_size)
         units = (
             [places[0], self.record_size]
@@ -39,6 +41,14 @@ class Memory:
         """Yield neighbours in the file, in its order: the first record, and buffers for all."""
         for record, stretches in runs(ids, max(1, MOST_BYTES // self.record_size)):
             yield record, self._buffers(stretches)
+
+    def pieces(self, ids: LongArray) -> tuple[LongArray, LongArray] | None:
+        """Return records in file order and the addresses for them, if they are many apart."""
+        apart = np.count_nonzero(ids[1:] - ids[:-1] != 1)
+        if self._whole is None or apart < FEW_PIECES:
+            return None
+        order = np.argsort(ids, kind="stable")
+        return ids[order], self._address + order * self.record_size
 
     def _buffers(self, stretches: list[range]) -> list[memoryview]:
         size, whole = self.record_size, self._whole

@@ -122,7 +122,20 @@ class Records:
     def read(self, ids: LongArray, parts: tuple[HostArray, ...]) -> None:
         """Read records, of which each part [n, size] has some bytes, in file order."""
         memory = _buffers.Memory(parts)
-        self._transfer(self._read_direct if memory.aligned else self._read, ids, memory)
+        pieces = memory.pieces(ids)
+        if pieces is None or not self._read_pieces(memory, *pieces):
+            self._transfer(self._read_direct if memory.aligned else self._read, ids, memory)
+
+    def _read_pieces(self, memory: _buffers.Memory, ids: LongArray, addresses: LongArray) -> bool:
+        """Read records that are far from each other; tell whether all could be read."""
+        from .kernels.file_reads import read_pieces  # is compiled on first use
+
+        places, sizes = HEADER + ids * self._size, np.full(len(ids), self._size)
+        with self._use:
+            fd = self._direct_fd if memory.aligned and self._direct.on else None
+            fd = self._fd if fd is None else fd
+            found: int = read_pieces(fd, places, addresses, sizes)
+        return found == len(ids)
 
     def write(self, ids: LongArray, parts: tuple[HostArray, ...]) -> None:
         """Write records, in file order."""

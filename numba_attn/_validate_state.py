@@ -27,7 +27,7 @@ def whole(name: str, number: Any, least: int) -> int:
     if not _is_integer(number):
         raise TypeError(f"{name}: expected an integer, got {type(number).__name__}; pass an int")
     if number < least:
-        raise ValueError(f"{name}: must be at least {least}, got {number}")
+        raise ValueError(f"{name}: must be at least {least}, got {number}; pass a larger number")
     return int(number)
 
 

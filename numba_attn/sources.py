@@ -81,7 +81,9 @@ class ArraySource:
         pools = []
         for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
             if _device.is_device_array(pool):
-                raise TypeError(f"{name}: expected a NumPy array, got one on a device; it is there")
+                raise TypeError(
+                    f"{name}: expected a NumPy array, got a CUDA array; pass it to paged_attention"
+                )
             pools.append(_arrays.carried(name, pool, _arrays.POOL_FORMATS)[0])
             _validate.axes(name, pool, "[N, B, Hkv, D]", 4)
         if k_pool.shape[:3] != v_pool.shape[:3]:
@@ -96,7 +98,15 @@ class ArraySource:
         self.dtype, self.v_dtype = k_pool.dtype, v_pool.dtype
 
     def read(self, block_ids: LongArray, k_out: HostArray, v_out: HostArray) -> None:
-        """Copy blocks; see `Source.read`."""
+        """Copy blocks.
+
+        Parameters
+        ----------
+        block_ids : int64 [n]
+            Ascending, each once.
+        k_out, v_out : [n, B, Hkv, D], [n, B, Hkv, Dv]
+            To be filled.
+        """
         cuts = np.flatnonzero(np.diff(block_ids) != 1) + 1
         outs = _arrays.as_carrier(k_out), _arrays.as_carrier(v_out)
         for run in np.split(np.arange(len(block_ids)), cuts):
@@ -127,10 +137,8 @@ class Layout(NamedTuple):
                 "are wrapped by ArraySource(k_pool, v_pool)"
             )
         block_size, heads, dim, v_dim = _validate_state.positive_sizes(
-            block_size=source.block_size,
-            num_kv_heads=source.num_kv_heads,
-            head_dim=source.head_dim,
-            v_head_dim=getattr(source, "v_head_dim", source.head_dim),
+            **{f"source.{name}": getattr(source, name) for name in needed[:3]},
+            **{"source.v_head_dim": getattr(source, "v_head_dim", source.head_dim)},
         )
         v_dtype = getattr(source, "v_dtype", source.dtype)
         return cls(

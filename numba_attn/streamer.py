@@ -11,13 +11,13 @@ from . import (
     _arrays,
     _device,
     _run,
-    _stages,
     _stream_call,
     _stream_progress,
     _validate,
     _validate_options,
     _validate_state,
 )
+from ._stage_cpu import OnCpu
 from ._stream_call import Call, Keys
 from ._stream_job import Job, Stopped
 from ._stream_progress import Report
@@ -212,7 +212,7 @@ class Streamer:
             workers, job = self._begin(call.keys, state.device)
             total = job.tiles.table_blocks * call.keys.layout.block_bytes
             with _stream_progress.reporting(progress, total) as report:
-                job.start(_stages.stage(call, state, workers.count))
+                job.start(_stage(call, state, workers.count))
                 workers.work_on(job)
                 if next_keys is not None and workers.fit(next_keys.layout, state.device):
                     self._next = workers.job(next_keys, self._tiles(next_keys, workers))
@@ -256,6 +256,15 @@ class Streamer:
             workers.end()
 
 
+def _stage(call: Call, state: AttentionState, num_workers: int) -> Any:
+    """Return what absorbs tiles on the device of a state."""
+    if state.device == "cpu":
+        return OnCpu(call, state, num_workers)
+    from ._stage_cuda import OnCuda  # machines without CUDA do without
+
+    return OnCuda(call, state)
+
+
 def _wait(job: Job, report: Report | None) -> None:
     """Wait for the end of a job; raise its error."""
     block_bytes = job.keys.layout.block_bytes
@@ -287,7 +296,7 @@ def stream_attention(
 
     Parameters
     ----------
-    q, source, block_tables, seq_lens
+    q, source, block_tables, seq_lens : arrays and a source
         As in `Streamer.attend`.
     resident_blocks, prefetch : int
         As in `Streamer`.

@@ -24,6 +24,7 @@ def valid(function):
     lens, counts = np.array([9, 5], np.int32), np.array([3, 2], np.int32)
     out = np.full((S, Hq, Dv), 7, BF16)
     state, other = _filled_state(rng), _filled_state(rng)
+    streamed = {"source": numba_attn.ArraySource(k_pool, v_pool), "resident_blocks": 2}
     return {
         "paged_attention": inputs | {"block_tables": tables, "seq_lens": lens, "out": out},
         "step_tile": inputs | {"state": state, "tile_blocks": tables, "tile_block_counts": counts},
@@ -32,6 +33,9 @@ def valid(function):
         "AttentionState": {"num_seqs": S, "num_q_heads": Hq, "head_dim": Dv},
         "AttentionState.like": {"q": q, "v_pool": v_pool},
         "warmup": {"num_q_heads": Hq, "num_kv_heads": Hkv, "head_dim": D, "v_head_dim": Dv},
+        "stream_attention": streamed
+        | {"q": q, "block_tables": tables, "seq_lens": lens, "out": out, "prefetch": 1},
+        "ArraySource": {"k_pool": k_pool, "v_pool": v_pool},
         "set_num_threads": {"num_threads": numba_attn.get_num_threads()},
         "_threads._default_num_threads": {},
     }[function]

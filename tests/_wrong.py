@@ -9,6 +9,7 @@ import _arguments as make
 import numpy as np
 from _arguments import BF16, B, D, Dv, Hq, S
 from _wrong_options import LAUNCH, OPTIONS, POSITIONS, SINKS, WHOLE, kind, value
+from _wrong_stream import SOURCE, STREAM
 
 from numba_attn import AttentionState
 
@@ -345,6 +346,8 @@ TABLES = {
     "AttentionState": STATE,
     "AttentionState.like": LIKE,
     "warmup": WARMUP,
+    "stream_attention": STREAM,
+    "ArraySource": SOURCE,
     "set_num_threads": THREADS,
     "_threads._default_num_threads": ENVIRONMENT,
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from numba_attn import KVFile, _buffers
+from numba_attn.kernels import file_reads
 from numba_attn.kv_file import DamagedBlockError
 
 fcntl = pytest.importorskip("fcntl", reason="the system has no direct I/O that is known here")
@@ -42,13 +43,18 @@ def able(tmp_path):
 @pytest.fixture
 def made(monkeypatch):
     """List the reads: True for each that is direct."""
-    reads, preadv = [], os.preadv
+    reads, preadv, read_pieces = [], os.preadv, file_reads.read_pieces
 
     def listed(fd, buffers, at):
         reads.append(is_direct(fd))
         return preadv(fd, buffers, at)
 
+    def listed_pieces(fd, *pieces):
+        reads.append(is_direct(fd))
+        return read_pieces(fd, *pieces)
+
     monkeypatch.setattr(os, "preadv", listed)
+    monkeypatch.setattr(file_reads, "read_pieces", listed_pieces)
     return reads
 
 

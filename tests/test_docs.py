@@ -15,7 +15,8 @@ METHODS = [
     f"AttentionState.{name}" for name in ("like", "from_partial", "to_partial", "reset", "lse")
 ]
 METHODS += [f"KVFile.{name}" for name in ("create", "layer", "write_blocks", "append_kv", "sync")]
-PUBLIC = [*FUNCTIONS, "AttentionState", "KVFile"]
+METHODS += ["KVFile.close", "Streamer.attend", "Streamer.close", "ArraySource.read"]
+PUBLIC = [*FUNCTIONS, "AttentionState", "KVFile", "ArraySource", "Streamer"]
 
 # DESIGN: the fixed names of the public API
 SIGNATURES = {
@@ -50,6 +51,21 @@ SIGNATURES = {
     "KVFile.write_blocks": "(self, layer, block_ids, k, v)",
     "KVFile.append_kv": "(self, layer, k, v, slot_mapping, **scales)",
     "KVFile.sync": "(self)",
+    "ArraySource": "(k_pool, v_pool)",
+    "ArraySource.read": "(self, block_ids, k_out, v_out)",
+    "Streamer": "(resident_blocks, prefetch=2)",
+    "Streamer.attend": (
+        "(self, q, source, block_tables, seq_lens, *, state=None, then=None, tile_starts=None, "
+        "tile_token_counts=None, scale=None, softcap=None, sliding_window=None, alibi_slopes=None, "
+        "sinks=None, k_scale=None, v_scale=None, causal=True, query_start_loc=None, "
+        "seq_starts=None, return_lse=False, out=None, device='auto', kernel='auto', stream=None, "
+        "progress=None)"
+    ),
+    "Streamer.close": "(self)",
+    "stream_attention": (
+        "(q, source, block_tables, seq_lens, *, resident_blocks, prefetch=2, return_lse=False, "
+        "progress=None, **options)"
+    ),
     "available_devices": "()",
     "get_num_threads": "()",
     "set_num_threads": "(num_threads)",

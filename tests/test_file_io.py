@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from numba_attn import KVFile, _buffers
+from numba_attn.kernels import file_reads
 
 N, B, HKV, D = 16, 4, 2, 256  # a block's k are a page, as are its v
 SIZES = {"num_blocks": N, "block_size": B, "num_kv_heads": HKV, "head_dim": D}
@@ -74,6 +75,45 @@ def test_neighbours_in_file_and_memory_are_one_buffer(folder, calls, case):
             again = file.layer(0).pair(len(ids))
             file.layer(0).read(ids, *again)
             np.testing.assert_array_equal(again, pair)
+
+
+APART = [9, 2, 14, 0, 6, 4, 12, 11]
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """List the calls that read many pieces: the number of each."""
+    made, read_pieces = [], file_reads.read_pieces
+
+    def listed(fd, places, addresses, sizes):
+        made.append(len(sizes))
+        return read_pieces(fd, places, addresses, sizes)
+
+    monkeypatch.setattr(file_reads, "read_pieces", listed)
+    return made
+
+
+def test_blocks_that_are_apart_are_read_in_one_call(folder, calls, pieces):
+    with KVFile(folder) as file:
+        pair = file.layer(0).pair(len(APART))
+        file.layer(0).read(APART, *pair)
+        check(APART, *pair)
+        assert pieces == [len(APART)]
+        assert not calls
+        apart = np.zeros(pair.shape, np.float16)  # K and V are not one piece of memory
+        file.layer(0).read(APART, *apart)
+        check(APART, *apart)
+        assert pieces == [len(APART)]
+
+
+def test_a_read_of_many_pieces_that_fails_says_why(folder, pieces):
+    with KVFile(folder) as file:
+        os.truncate(file.layer(0).path, file.layer(0).path.stat().st_size - 4096 * 4)
+        with pytest.raises(OSError, match="layer_0000.npy: ended at byte"):
+            file.layer(0).read(APART, *file.layer(0).pair(len(APART)))
+        assert pieces == [len(APART)]
+    with pytest.raises(ValueError, match="is closed"):
+        file.layer(0).read(APART, *file.layer(0).pair(len(APART)))
 
 
 def strange(kind, n):

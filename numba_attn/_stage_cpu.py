@@ -1,9 +1,8 @@
-"""What absorbs a tile that has been read, by device."""
+"""Absorbs tiles on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from . import _arrays, _device, _plan, _threads
 from ._call import with_scales_of
@@ -42,12 +41,3 @@ class OnCpu:
         for fold in self._backend.attend(*arguments):
             turn()
             fold(self._state)
-
-
-def stage(call: Call, state: AttentionState, num_workers: int) -> Any:
-    """Return what absorbs tiles on the device of a state."""
-    if state.device == "cuda":
-        from ._stage_cuda import OnCuda  # CPU-only machines do without
-
-        return OnCuda(call, state)
-    return OnCpu(call, state, num_workers)

@@ -1,0 +1,194 @@
+"""Attention streamed from a file, beside a plain read of it, and beside the same in memory.
+
+    python bench/stream.py --dir DIR
+
+The shape is W1's: 32 query heads, 8 kv heads, head_dim 128, blocks of 16 tokens, in bfloat16.
+All run in bursts, in turn, in one process. "cold": what is in the page cache of the file is dropped
+before each call. "direct": past the page cache.
+"""
+
+import argparse
+import itertools
+import mmap
+import os
+import pathlib
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+
+import numba_attn
+from numba_attn import _machine, _measure
+
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+BLOCK_BYTES = 2 * 2 * BLOCK * KV_HEADS * DIM
+PROBE_BYTES = 8 << 20  # of a read
+LAYERS = 32
+HEADER = 4096
+
+
+def main(arguments=None):
+    """Print a row per comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=pathlib.Path, required=True, help="where to put the files")
+    parser.add_argument("--mib", type=int, default=1024, help="of K/V (default 1024)")
+    parser.add_argument("--tile-mib", type=float, default=8, help="of a tile (default 8)")
+    parser.add_argument("--prefetch", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20.0, help="per comparison (default 20)")
+    options = parser.parse_args(arguments)
+    print(f"CPU: {_machine.cpu_name()}, {numba_attn.get_num_threads()} threads")
+    folder = pathlib.Path(tempfile.mkdtemp(dir=options.dir))
+    try:
+        compare(folder, options)
+    finally:
+        shutil.rmtree(folder)
+    return 0
+
+
+def compare(folder, options):
+    """Make the files, and run the comparisons."""
+    num_blocks = options.mib * (1 << 20) // BLOCK_BYTES
+    tile_blocks = max(1, int(options.tile_mib * (1 << 20)) // BLOCK_BYTES)
+    streamer = numba_attn.Streamer(tile_blocks * (options.prefetch + 1), options.prefetch)
+    with streamer:
+        one = Layers(folder / "one", 1, num_blocks, streamer)
+        many = Layers(folder / "many", LAYERS, max(1, num_blocks // LAYERS), streamer)
+        report("page cache", one.calls(drop=False, direct=False), options.seconds)
+        report("shuffled table", one.shuffled().calls(drop=False, direct=False), options.seconds)
+        report("cold", one.calls(drop=True, direct=False), options.seconds)
+        report("direct", one.calls(drop=False, direct=True), options.seconds)
+        report(f"{LAYERS} layers, direct", many.calls(drop=False, direct=True), options.seconds)
+        for factor in (0.5, 1.0, 2.0):
+            name = f"a store, {factor} x as fast as attention"
+            report(name, one.paced_calls(factor), options.seconds)
+        name = f"{LAYERS} layers, a store 1.0 x as fast"
+        report(name, many.paced_calls(1.0), options.seconds)
+
+
+def report(name, calls, seconds):
+    """Time "read", "memory" and "streamed"; print medians and what streaming costs."""
+    times = _measure.in_turn({what: [call] for what, call in calls.items()}, seconds, burst=3)
+    read, memory, streamed = (statistics.median(times[what]) for what in calls)
+    print(
+        f"{name:36} read {1e3 * read:8.1f} ms, attention in memory {1e3 * memory:7.1f} ms, "
+        f"streamed {1e3 * streamed:8.1f} ms: {read / streamed:.2f} of the read, "
+        f"{memory / streamed:.2f} of memory, {streamed / max(read, memory):.2f} x the longer one",
+        flush=True,
+    )
+
+
+class Layers:
+    """A KV file of some layers, the same numbers in memory, and one query."""
+
+    def __init__(self, path, num_layers, num_blocks, streamer):
+        rng = np.random.default_rng(0)
+        self.streamer, self.num_layers, self.num_blocks = streamer, num_layers, num_blocks
+        self.q = rng.standard_normal((1, HEADS, DIM)).astype(ml_dtypes.bfloat16)
+        self.tables = np.arange(num_blocks, dtype=np.int32)[None]
+        self.lens = np.array([num_blocks * BLOCK], np.int32)
+        sizes = {"block_size": BLOCK, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+        file = numba_attn.KVFile.create(path, num_layers=num_layers, num_blocks=num_blocks, **sizes)
+        self.pools = []
+        for layer in range(num_layers):
+            pair = file.layer(layer).pair(num_blocks)
+            for block in range(num_blocks):
+                numbers = rng.standard_normal((2, BLOCK, KV_HEADS, DIM), np.float32)
+                pair[:, block] = numbers.astype(ml_dtypes.bfloat16)
+            file.write_blocks(layer, np.arange(num_blocks), *pair)
+            self.pools.append(pair)
+        file.sync()
+        file.close()
+        self.path = path
+        self.paths = [self.path / f"layer_{layer:04}.npy" for layer in range(num_layers)]
+
+    def shuffled(self):
+        """Put the blocks of the table in another order."""
+        np.random.default_rng(1).shuffle(self.tables[0])
+        return self
+
+    def calls(self, drop, direct):
+        """Return what is compared."""
+        sources = self._opened(direct)
+        return {
+            "read": lambda: self._read(drop, direct),
+            "memory": self._in_memory,
+            "streamed": lambda: self._streamed(sources, drop),
+        }
+
+    def paced_calls(self, factor):
+        """Compare with a store that takes so much of the time of attention for what is read."""
+        begin = time.perf_counter()
+        for _ in range(3):
+            self._in_memory()
+        blocks = self.num_blocks * self.num_layers
+        seconds = (time.perf_counter() - begin) / 3 / blocks / factor
+        one_at_a_time = threading.Lock()
+        sources = [Paced(*pair, seconds, one_at_a_time) for pair in self.pools]
+        tile = self.streamer.resident_blocks // (self.streamer.prefetch + 1)
+
+        def read():
+            for source in sources:
+                for begin in range(0, self.num_blocks, tile):
+                    source.read(range(begin, min(begin + tile, self.num_blocks)), None, None)
+
+        return {
+            "read": read,
+            "memory": self._in_memory,
+            "streamed": lambda: self._streamed(sources, drop=False),
+        }
+
+    def _opened(self, direct):
+        file = numba_attn.KVFile(self.path, direct=direct)
+        return [file.layer(layer) for layer in range(self.num_layers)]
+
+    def _read(self, drop, direct):
+        memory = mmap.mmap(-1, PROBE_BYTES)  # at a page, as direct reads need it
+        for path in self.paths:
+            if drop:
+                drop_cache(path)
+            fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+            size, at = self.num_blocks * BLOCK_BYTES, HEADER
+            while at < HEADER + size:
+                at += os.preadv(fd, [memoryview(memory)[: HEADER + size - at]], at)
+            os.close(fd)
+
+    def _in_memory(self):
+        for k_pool, v_pool in self.pools:
+            numba_attn.paged_attention(self.q, k_pool, v_pool, self.tables, self.lens)
+
+    def _streamed(self, sources, drop):
+        if drop:
+            for path in self.paths:
+                drop_cache(path)
+        for source, following in itertools.zip_longest(sources, sources[1:]):
+            then = None if following is None else (following, self.tables, self.lens)
+            self.streamer.attend(self.q, source, self.tables, self.lens, then=then)
+
+
+class Paced(numba_attn.ArraySource):
+    """A store that takes a time per block, for one reader after another."""
+
+    def __init__(self, k_pool, v_pool, seconds, one_at_a_time):
+        super().__init__(k_pool, v_pool)
+        self._seconds, self._one_at_a_time = seconds, one_at_a_time
+
+    def read(self, block_ids, k_out, v_out):
+        """Wait; no number is copied."""
+        with self._one_at_a_time:
+            time.sleep(self._seconds * len(block_ids))
+
+
+def drop_cache(path):
+    """Drop a file from the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
