@@ -207,9 +207,10 @@ class Streamer:
         self, call: Call, next_keys: Keys | None, state: AttentionState, progress: Any
     ) -> None:
         """Absorb all that a call asks for; begin to read the next one."""
-        workers, job = self._begin(call.keys, state.device)
-        total = job.tiles.table_blocks * call.keys.layout.block_bytes
+        job = None
         try:
+            workers, job = self._begin(call.keys, state.device)
+            total = job.tiles.table_blocks * call.keys.layout.block_bytes
             with _stream_progress.reporting(progress, total) as report:
                 job.start(_stage(call, state, workers.count))
                 workers.work_on(job)
@@ -218,7 +219,8 @@ class Streamer:
                     workers.work_on(self._next)
                 _wait(job, report)
         except BaseException as error:
-            job.stop(error)
+            if job is not None:
+                job.stop(error)
             self._end()
             raise
 

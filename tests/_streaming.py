@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import numpy as np
-from _cases import Answer, options_of, sinks_of
+from _bound import assert_same_bits, check_answer
+from _cases import INT8_SCALE, Answer, draw, options_of, place, sinks_of
 
 import numba_attn
 from numba_attn import _device
@@ -13,6 +15,32 @@ from numba_attn.sources import Layout
 
 SPLIT = _device.backend("cpu").SPLIT
 PATIENCE = 60  # seconds until a test that waits has failed
+LENS = (1100, 0, 33, 530)
+BLOCK = 16
+
+CASES = {
+    "plain": {},
+    "window": {"sliding_window": 600},
+    "short window": {"sliding_window": 5},
+    "starts": {"starts": (300, 0, 33, 7)},
+    "starts and window": {"starts": (300, 0, 1, 7), "sliding_window": 520},
+    "sinks": {"sinks": (0.5, -2.0)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": (0.05, 0.001)},
+    "fp8": {"dtypes": ("bfloat16", "float8_e4m3fn", "float8_e4m3fn"), "k_scale": (0.5, 1.7)},
+    "int8": {"dtypes": ("bfloat16", "int8", "int8"), "k_scale": INT8_SCALE, "v_scale": INT8_SCALE},
+    "token scales": {"dtypes": ("bfloat16", "int8", "int8"), "token_scales": True},
+    "queries": {"queries": 3},
+    "ragged": {"queries": (3, 0, 1, 2), "starts": (300, 0, 1, 7)},
+    "queries and window": {"queries": 3, "sliding_window": 40},
+    "not causal": {"queries": 3, "causal": False, "sliding_window": 40},
+    "every option": {
+        **{"softcap": 20.0, "alibi_slopes": (0.3, 0.02), "sinks": (1.0, 2.0), "scale": 0.3},
+        **{"starts": (300, 0, 1, 7), "queries": (3, 0, 1, 2), "sliding_window": 515},
+        "token_scales": True,
+    },
+    "formats apart": {"dtypes": ("float32", "int8", "float16"), "v_head_dim": 24, "head_dim": 40},
+}
 
 
 class Watched:
@@ -76,7 +104,7 @@ SOURCES = {"arrays": array_source, "mapped": mapped_source, "file": file_source}
 
 
 def arguments(seqs, paged):
-    """Return the options of a streamed call."""
+    """Return the options of a call."""
     return options_of(seqs, paged) | sinks_of(seqs) | {"return_lse": True}
 
 
@@ -97,3 +125,41 @@ def attend_with(streamer, seqs, paged, source=None, **options) -> Answer:
 def readers():
     """Return the threads of streams that are alive."""
     return {t for t in threading.enumerate() if t.name.startswith("numba_attn reader")}
+
+
+@functools.cache
+def case(name, block_size=BLOCK):
+    """Return a case, as it is paged, and what one call answers, which is in the bound."""
+    seqs = draw(LENS, num_kv_heads=2, **CASES[name])
+    paged = place(seqs, block_size)
+    answer = attend_one(seqs, paged)
+    check_answer(seqs, answer)
+    return seqs, paged, answer
+
+
+def split_fits(seqs, block_size, room, prefetch):
+    """Tell whether a tile has room for a split, wherever that begins."""
+    most = room // min(room, prefetch + 1)
+    aligned = seqs.starts is None and SPLIT % block_size == 0
+    return most >= (SPLIT // block_size if aligned else (SPLIT + block_size - 2) // block_size + 1)
+
+
+def check_same(seqs, answer, expected, *, bits=True):
+    """Check that an answer has the expected bits, or else is in the bound."""
+    if bits:
+        assert_same_bits(*zip(answer, expected, strict=True))
+    else:
+        check_answer(seqs, answer)
+
+
+def attend_one(seqs, paged, **options):
+    """Attend in one call over the pools."""
+    options = arguments(seqs, paged) | options
+    return Answer(*numba_attn.paged_attention(seqs.q, *paged, **options))
+
+
+def layers_of(count, **options):
+    """Draw layers of one batch, whose blocks lie at the same places; and what each answers."""
+    layers = [draw(LENS, num_kv_heads=2, seed=seed, **options) for seed in range(count)]
+    paged = [place(seqs, BLOCK) for seqs in layers]
+    return layers, paged, [attend_one(*pair) for pair in zip(layers, paged, strict=True)]

@@ -1,6 +1,5 @@
 """Streams: what `paged_attention` gives, whatever the room, the source and what came before."""
 
-import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +8,6 @@ import pytest
 from _bound import assert_same_bits, check_answer, check_state
 from _cases import (
     BFLOAT16,
-    INT8_SCALE,
     Answer,
     Tile,
     draw,
@@ -20,14 +18,22 @@ from _cases import (
 )
 from _process import run
 from _streaming import (
+    BLOCK,
+    CASES,
+    LENS,
     PATIENCE,
     SOURCES,
     SPLIT,
     Watched,
     array_source,
+    attend_one,
     attend_with,
+    case,
+    check_same,
     file_of,
+    layers_of,
     readers,
+    split_fits,
     stream,
 )
 from test_threads import needs_fork
@@ -36,56 +42,7 @@ import numba_attn
 from numba_attn import ArraySource, AttentionState, Streamer
 from numba_attn._tiles import Tiles
 
-LENS = (1100, 0, 33, 530)
-BLOCK = 16
 ROOMS = (1, 2, 7, 64, 10_000)
-
-CASES = {
-    "plain": {},
-    "window": {"sliding_window": 600},
-    "short window": {"sliding_window": 5},
-    "starts": {"starts": (300, 0, 33, 7)},
-    "starts and window": {"starts": (300, 0, 1, 7), "sliding_window": 520},
-    "sinks": {"sinks": (0.5, -2.0)},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": (0.05, 0.001)},
-    "fp8": {"dtypes": ("bfloat16", "float8_e4m3fn", "float8_e4m3fn"), "k_scale": (0.5, 1.7)},
-    "int8": {"dtypes": ("bfloat16", "int8", "int8"), "k_scale": INT8_SCALE, "v_scale": INT8_SCALE},
-    "token scales": {"dtypes": ("bfloat16", "int8", "int8"), "token_scales": True},
-    "queries": {"queries": 3},
-    "ragged": {"queries": (3, 0, 1, 2), "starts": (300, 0, 1, 7)},
-    "queries and window": {"queries": 3, "sliding_window": 40},
-    "not causal": {"queries": 3, "causal": False, "sliding_window": 40},
-    "formats apart": {"dtypes": ("float32", "int8", "float16"), "v_head_dim": 24, "head_dim": 40},
-}
-
-
-@functools.cache
-def case(name, block_size=BLOCK):
-    """Return a case, as it is paged, and what one call answers, which is in the bound."""
-    seqs = draw(LENS, num_kv_heads=2, **CASES[name])
-    paged = place(seqs, block_size)
-    answer = Answer(*numba_attn.paged_attention(seqs.q, *paged, **asked(seqs, paged)))
-    check_answer(seqs, answer)
-    return seqs, paged, answer
-
-
-def asked(seqs, paged):
-    return options_of(seqs, paged) | sinks_of(seqs) | {"return_lse": True}
-
-
-def split_fits(seqs, block_size, room, prefetch):
-    """Tell whether a tile has room for a split, wherever that begins."""
-    most = room // min(room, prefetch + 1)
-    aligned = seqs.starts is None and SPLIT % block_size == 0
-    return most >= (SPLIT // block_size if aligned else (SPLIT + block_size - 2) // block_size + 1)
-
-
-def check_same(seqs, answer, expected, *, bits=True):
-    if bits:
-        assert_same_bits(*zip(answer, expected, strict=True))
-    else:
-        check_answer(seqs, answer)
 
 
 # 1. The answer
@@ -108,6 +65,12 @@ def test_any_block_size(name, block_size):
     for room in (1, 2, 23, 600):
         answer = stream(seqs, paged, resident_blocks=room, prefetch=1)
         check_same(seqs, answer, expected, bits=split_fits(seqs, block_size, room, 1))
+
+
+def test_partial_states_of_a_tile_are_folded_in_turn_though_they_come_in_batches(monkeypatch):
+    seqs, paged, expected = case("queries")
+    monkeypatch.setattr("numba_attn.kernels.cpu.PARTIAL_BYTES", 4 * 4 * 34 * 2)  # of 2 items
+    check_same(seqs, stream(seqs, paged, resident_blocks=3 * 64), expected)
 
 
 def test_a_tile_with_exactly_the_room_of_a_split_gives_the_bits_of_one_call():
@@ -173,11 +136,6 @@ def test_blocks_of_a_common_prefix_are_read_once():
 
 def copy_prefix(keys, values, s, tokens):
     keys[s][:tokens], values[s][:tokens] = keys[0][:tokens], values[0][:tokens]
-
-
-def attend_one(seqs, paged, **options):
-    answer = numba_attn.paged_attention(seqs.q, *paged, **asked(seqs, paged) | options)
-    return Answer(*answer)
 
 
 def test_blocks_that_nobody_attends_to_are_not_read():
@@ -336,13 +294,6 @@ def test_a_state_that_has_seen_all_stays_where_nothing_is_read(cpu):
 # 3. Call after call
 
 
-def layers_of(count, **options):
-    """Draw layers of one batch, whose blocks lie at the same places; and what each answers."""
-    layers = [draw(LENS, num_kv_heads=2, seed=seed, **options) for seed in range(count)]
-    paged = [place(seqs, BLOCK) for seqs in layers]
-    return layers, paged, [attend_one(*pair) for pair in zip(layers, paged, strict=True)]
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", ["arrays", "file"])
 def test_layers_in_turn_read_each_block_once(tmp_path, kind, prefetch):
@@ -360,13 +311,12 @@ def test_layers_in_turn_read_each_block_once(tmp_path, kind, prefetch):
                 check_same(seqs, answer, expected[i])
         last = attend_with(streamer, layers[0], paged[0], sources[0])
         check_same(layers[0], last, expected[0])
-    used = sorted(sum((paged[0].block_tables[s, : -(-n // 16)].tolist() for s, n in ENDS), []))
+    used = sorted(
+        sum((paged[0].block_tables[s, : -(-n // 16)].tolist() for s, n in enumerate(LENS)), [])
+    )
     assert sources[0].blocks == sorted(used * 4)
     for source in sources[1:]:
         assert source.blocks == sorted(used * 3)
-
-
-ENDS = tuple(enumerate(LENS))
 
 
 def told(count):
