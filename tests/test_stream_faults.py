@@ -31,7 +31,7 @@ from _streaming import (
 )
 
 import numba_attn
-from numba_attn import AttentionState, Streamer, _stages, _stream_progress, streamer
+from numba_attn import AttentionState, Streamer, _stage_cpu, _stream_progress, streamer
 from numba_attn._stream_call import Keys
 
 TILES = 37  # with room for 3 blocks each, of all blocks of LENS
@@ -186,7 +186,7 @@ def test_a_damaged_block_is_an_error(tmp_path):
 
 def test_an_error_of_the_arithmetic_is_raised(monkeypatch):
     seqs, paged, _ = case("plain")
-    absorb, error, calls = _stages.OnCpu.absorb, FaultError(), []
+    absorb, error, calls = _stage_cpu.OnCpu.absorb, FaultError(), []
 
     def fail(*arguments):
         calls.append(arguments)
@@ -194,7 +194,7 @@ def test_an_error_of_the_arithmetic_is_raised(monkeypatch):
             raise error
         return absorb(*arguments)
 
-    monkeypatch.setattr(_stages.OnCpu, "absorb", fail)
+    monkeypatch.setattr(_stage_cpu.OnCpu, "absorb", fail)
     with Streamer(9) as streamer:
         assert check_untouched(streamer, FaultError, seqs, paged, array_source(paged)) is error
 
@@ -574,7 +574,7 @@ WRONG = {
     "q of another dim": (
         {"q": lambda g: g.q[..., :16].copy()},
         ValueError,
-        r"k_pool: its last axis must be D = 16",
+        r"source.head_dim: must be D = 16",
     ),
     "q of other heads": ({"q": lambda g: g.q[:, :3].copy()}, ValueError, "q: Hq must be a multi"),
     "an array": ({"source": lambda g: g.source.source._pools[0]}, TypeError, "wrapped by ArraySo"),
