@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from . import _device
+from . import _buffers, _device
 from ._stream_call import Keys
 from ._stream_job import Buffer, Job, Stopped
 from ._tiles import Tiles
 from ._types import HostArray, LongArray
 from .sources import Layout
-
-_PAGE = 4096  # bytes; a buffer begins at a page, for direct I/O
 
 
 class Workers:
@@ -102,6 +100,4 @@ def _memory(device: str, size: int) -> HostArray:
     if device == "cuda":
         pinned: HostArray = _device.cuda().pinned_array(size, np.uint8)
         return pinned
-    memory = np.empty(size + _PAGE, np.uint8)
-    skip = -memory.ctypes.data % _PAGE
-    return memory[skip : skip + size]
+    return _buffers.empty((size,), np.uint8)

@@ -39,7 +39,8 @@ CASES = {
         **{"starts": (300, 0, 1, 7), "queries": (3, 0, 1, 2), "sliding_window": 515},
         "token_scales": True,
     },
-    "formats apart": {"dtypes": ("float32", "int8", "float16"), "v_head_dim": 24, "head_dim": 40},
+    "formats apart": {"dtypes": ("float32", "int8", "float8_e4m3fn"), "k_scale": INT8_SCALE},
+    "dims apart": {"head_dim": 40, "v_head_dim": 24, "gqa": 16},
 }
 
 

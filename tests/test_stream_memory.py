@@ -4,12 +4,13 @@ import sys
 
 import numpy as np
 import pytest
-from _cases import BFLOAT16
+from _cases import BFLOAT16, dtype_of
 from _process import run
 from _streaming import Watched
 
 import numba_attn
 from numba_attn import KVFile
+from numba_attn.sources import Layout
 
 GROWTH = """
 import resource
@@ -106,3 +107,18 @@ def test_buffers_have_the_room_that_was_asked_for(monkeypatch, room):
             out = streamer.attend(q, source, tables, [tokens], then=(source, tables, [tokens]))
             assert (out == 1).all()
     assert len(source.memory) <= room
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 32])
+@pytest.mark.parametrize("dtypes", [("int8", "float32"), ("float32", "float8_e5m2")])
+def test_keys_and_values_of_different_sizes_share_a_buffer(head_dim, dtypes):
+    layout = Layout(3, 1, head_dim, 5, *map(dtype_of, dtypes))
+    memory = np.zeros(4 * layout.block_bytes + 1, np.uint8)
+    k, v = layout.pools(memory)
+    assert (k.shape, v.shape) == ((4, 3, 1, head_dim), (4, 3, 1, 5))
+    for pool in (k, v):
+        assert pool.flags.aligned
+        pool.view(f"u{pool.itemsize}")[...] = np.iinfo(f"u{pool.itemsize}").max
+    assert (memory == 255).sum() == k.nbytes + v.nbytes  # no byte is of both
+    assert not np.shares_memory(k[:1], k[1:])
+    assert memory[-1] == 0
