@@ -10,8 +10,8 @@ from ._threads import get_num_threads, set_num_threads
 from ._warmup import warmup
 from .api import finalize, merge, paged_attention, step_tile
 from .append import append_kv
-from .kv_file import KVFile
-from .sources import ArraySource
+from .kv_file import DamagedBlockError, KVFile
+from .sources import ArraySource, Source
 from .state import AttentionState
 from .streamer import Streamer, stream_attention
 
@@ -20,7 +20,9 @@ __version__ = "0.4.0"
 __all__ = [
     "ArraySource",
     "AttentionState",
+    "DamagedBlockError",
     "KVFile",
+    "Source",
     "Streamer",
     "append_kv",
     "available_devices",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
 import os
 import pathlib
@@ -97,6 +98,7 @@ class Records:
         direct: Direct | None = None,
     ) -> None:
         dtype = np.dtype(dtype)
+        self._mode = mode
         self._path, self._size = path, math.prod(shape[1:]) * dtype.itemsize
         self._fd = os.open(path, os.O_RDWR if mode == "r+" else os.O_RDONLY)
         self._direct = direct or Direct(path, wanted=False)
@@ -139,6 +141,8 @@ class Records:
 
     def write(self, ids: LongArray, parts: tuple[HostArray, ...]) -> None:
         """Write records, in file order."""
+        if self._mode == "r":
+            raise io.UnsupportedOperation(f"{self._path}: is open to be read; open it with 'r+'")
         self._transfer(self._write, ids, _buffers.Memory(parts))
 
     def _read(self, buffers: list[memoryview], at: int) -> int:

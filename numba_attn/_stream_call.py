@@ -102,16 +102,28 @@ def check_next(q: Array, then: Any, same: dict[str, Any]) -> Keys:
     """Check what is to be read next; q and the options are those of this call."""
     if not isinstance(then, (tuple, list)) or len(then) != 3:
         raise TypeError(
-            f"then: expected (source, block_tables, seq_lens), got {type(then).__name__}; pass "
-            "what the next call will be given"
+            f"then: expected (source, block_tables, seq_lens), got {_described(then)}; pass what "
+            "the next call will be given"
         )
-    return check(q, tuple(then), **same, k_scale=None, v_scale=None).keys
+    try:
+        return check(q, tuple(then), **same, k_scale=None, v_scale=None).keys
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"then: {error}") from error
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)}" if hasattr(value, "__len__") else kind
 
 
 def _whole(
     sizes: _plan.Sizes, options: Options, block_tables: Any, counts: Any, positions: dict[str, Any]
 ) -> Tile:
     """Check the tables, and where their tokens stand."""
+    if block_tables is None:
+        raise TypeError(
+            "block_tables: expected integers [S, max_blocks], got None; list the blocks"
+        )
     tables = _arrays.integers("block_tables", block_tables)
     _validate.table("block_tables", tables, sizes.num_seqs, "max_blocks")
     given = {name: _on_host(value) for name, value in positions.items()}

@@ -121,7 +121,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help="tiles that are read while one is absorbed (default 2)",
     )
-    parser.add_argument("--keep", action="store_true", help="leave the cache there")
+    parser.add_argument("--keep", action="store_true", help="leave the cache there, and say where")
     options = parser.parse_args(arguments)
     if not options.dir.is_dir():
         parser.error(f"argument --dir: no folder {str(options.dir)!r}; create it first")
@@ -152,6 +152,8 @@ def _folder(parent: pathlib.Path, keep: bool) -> Iterator[pathlib.Path]:
     try:
         yield folder
         kept = keep
+        if keep:
+            print(f"kept in {folder}")
     finally:
         if not kept:
             shutil.rmtree(folder)
@@ -243,9 +245,9 @@ def _stream(case: Case, layer: KVLayer, progress: Progress) -> int:
     out, lse = _attend(case, layer, q, lambda done, total: progress.say("attending", done / total))
     seconds = time.perf_counter() - begin
     after = _read_plainly(layer.path, progress)
-    _say(progress, _rate_line("plain read", case, before))
+    _say(progress, _rate_line("read before", case, before))
     print(_rate_line("attention", case, seconds))
-    print(_rate_line("plain read", case, after))
+    print(_rate_line("read after", case, after))
     print(f"before each, the file was {'' if dropped else 'not '}dropped from the page cache")
     checks = _check(case, layer, q, (out, lse), progress)
     print(_memory_line(case), end="\n\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -88,7 +89,14 @@ class Workers:
 def _read(source: Any, ids: LongArray, buffer: Buffer) -> None:
     """Read blocks to the front of a buffer."""
     found = source.read(ids, buffer.k[: len(ids)], buffer.v[: len(ids)])
-    if found is not None and found != len(ids):
+    if found is None:
+        return
+    if not isinstance(found, numbers.Integral):
+        raise TypeError(
+            f"source.read: expected None or the number of blocks that were read, got "
+            f"{type(found).__name__}; what is read goes into k_out and v_out"
+        )
+    if found != len(ids):
         raise OSError(
             f"source: read {found} of {len(ids)} blocks, from {ids[0]} to {ids[-1]}; read must "
             "fill all of its arrays, and return their number or None"

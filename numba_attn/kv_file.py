@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import pathlib
 import zlib
@@ -193,7 +194,10 @@ class KVFile:
         KVLayer
             With ``read(block_ids, k_out, v_out)``, and the sizes and the dtype of its blocks.
         """
-        return self._layers[index]
+        number = operator.index(index)
+        if not 0 <= number < len(self._layers):
+            raise IndexError(f"layer: must be from 0 to {len(self._layers) - 1}, got {number}")
+        return self._layers[number]
 
     def write_blocks(self, layer: int, block_ids: Any, k: HostArray, v: HostArray) -> None:
         """Write whole blocks in place.
@@ -207,7 +211,7 @@ class KVFile:
         k, v : [n, B, Hkv, D]
             In the dtype of the cache.
         """
-        self._layers[layer].write(block_ids, k, v)
+        self.layer(layer).write(block_ids, k, v)
 
     def append_kv(self, layer: int, k: Array, v: Array, slot_mapping: Any, **scales: Any) -> None:
         """Write new tokens into their slots, as `numba_attn.append_kv` does.
@@ -223,11 +227,14 @@ class KVFile:
         slot_mapping : int [T]
             Where each token goes: ``block * B + place in the block``; -1: nowhere.
         **scales : float or [Hkv]
-            `k_scale` and `v_scale`.
+            `k_scale` and `v_scale`. Scales by token are not in the file.
         """
-        own = self._layers[layer]
+        own = self.layer(layer)
         slots = np.asarray(slot_mapping, np.int64)
-        size = self.geometry.block_size
+        size, slot = self.geometry.block_size, slots.max(initial=-1)
+        if slot >= self.geometry.num_blocks * size:
+            end = self.geometry.num_blocks * size
+            raise ValueError(f"slot_mapping: must be below N * B = {end}, got {slot}")
         blocks, places = np.unique(slots[slots >= 0] // size, return_inverse=True)
         moved = slots.copy()
         moved[slots >= 0] = places * size + slots[slots >= 0] % size

@@ -114,19 +114,22 @@ class Streamer:
         q : [S, Hq, D], [S, Q, Hq, D] or [tokens, Hq, D]
             Queries.
         source : Source
-            A layer of a `KVFile`, an `ArraySource`, or your own.
+            A layer of a `KVFile`, an `ArraySource`, or your own; see `numba_attn.Source`. Several
+            threads read from it at a time.
         block_tables : int [S, max_blocks]
             Blocks of the source; those that several sequences share in a tile are read once.
         seq_lens : int [S]
-            Tokens of each sequence.
+            Tokens of each sequence, also those that are elsewhere.
         state : AttentionState, optional
-            What was absorbed before, from elsewhere; modified. It must be of the same queries.
+            What was absorbed before, from elsewhere, of the same queries; it holds all in the end.
+            The tables have the rest: `tile_token_counts` says how many tokens.
         then : (source, block_tables, seq_lens), optional
-            What the next call will be given; with its other arguments as those of this one. Its
-            first tiles are read while the last ones of this call are absorbed.
+            What the next call will be given, with its other arguments as those of this one. Its
+            first tiles are read as soon as buffers are free, so what they hold must have been
+            written; what is written after is not seen. An error of such a read is the next call's.
         tile_starts, tile_token_counts : int [S], optional
-            Where the source has only a part of each sequence: the position of the table's first
-            token, by default 0; and its tokens, by default those up to the end.
+            Where the tables have only a part of each sequence: the position of their first token,
+            by default 0; and their tokens, by default those up to the end.
         scale, softcap, sliding_window, alibi_slopes, sinks : optional
             As in `paged_attention`.
         k_scale, v_scale, causal, query_start_loc, seq_starts : optional
@@ -140,8 +143,8 @@ class Streamer:
         Returns
         -------
         out : [S, Hq, Dv], [S, Q, Hq, Dv] or [tokens, Hq, Dv]
-            As from `paged_attention`: the same bits, if a tile has room for a split (512 tokens on
-            the CPU, 256 on CUDA).
+            As from `paged_attention`; the same bits, if a tile of ``resident_blocks // (prefetch +
+            1)`` blocks has room for a split (512 tokens on the CPU, 256 on CUDA) of a sequence.
         lse : float32 [S, Hq], [S, Q, Hq] or [tokens, Hq]
             Only with ``return_lse``.
 
@@ -292,7 +295,7 @@ def stream_attention(
     """Decode attention over a KV cache that is read from a source in bounded memory.
 
     Returns what `paged_attention` returns, whatever the context; at most `resident_blocks` blocks
-    are in memory. One call of `Streamer.attend`, which see.
+    are in memory. One call of `Streamer.attend`, which says when the bits are the same, too.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ STREAM = [
     ),
     value("q: Hq must be a multiple of Hkv, got Hq = 4", source=source_but(num_kv_heads=3)),
     value("block_tables: expected shape [S, max_blocks] with S = 2", block_tables=[1, 2]),
-    kind("block_tables: expected integers (int32), got object", block_tables=None),
+    kind("block_tables: expected integers [S, max_blocks], got None", block_tables=None),
     value("block_tables: ids in use must be from 0 to N - 1 = 4", block_tables=[[0, 1, 5]] * S),
     value(
         "block_tables: ids in use must be from 0 to N - 1 = 2147483647 (and fit int32), got -1",
@@ -58,10 +58,10 @@ STREAM = [
     value(
         "tile_starts: must be from 0 to seq_len (", tile_starts=[0, 0], tile_token_counts=[10, 1]
     ),
-    kind("then: expected (source, block_tables, seq_lens), got int", then=3),
-    kind("then: expected (source, block_tables, seq_lens), got tuple", then=(1, 2)),
+    kind("then: expected (source, block_tables, seq_lens), got int; pass", then=3),
+    kind("then: expected (source, block_tables, seq_lens), got a tuple of 2", then=(1, 2)),
     value(
-        "seq_lens: must be from 0 to max_blocks * B = 12 (and fit int32), got 13 in row 0",
+        "then: seq_lens: must be from 0 to max_blocks * B = 12 (and fit int32), got 13 in row 0",
         then=lambda g: (g.source, g.block_tables, [13, 1]),
     ),
     kind("state: expected an AttentionState, got int", state=3),

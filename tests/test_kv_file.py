@@ -188,7 +188,10 @@ def test_wrong_arguments_write_nothing(file, ids, change, error):
 
 
 def test_a_cache_opened_to_be_read_is_not_written(file):
-    with KVFile(file.path) as reading, pytest.raises(OSError, match="descriptor"):
+    with (
+        KVFile(file.path) as reading,
+        pytest.raises(OSError, match="is open to be read; open it with 'r\\+'"),
+    ):
         reading.write_blocks(0, [0], *numbers(7, 1, file.layer(0).dtype))
     with pytest.raises(ValueError, match="mode: expected 'r' or 'r\\+', got 'w'"):
         KVFile(file.path, "w")
@@ -242,3 +245,19 @@ def test_runs_are_cut_at_the_most_buffers_of_a_call(file, monkeypatch):
     found = read(file.layer(0), range(N))
     for part, expected in zip(found, (k, v), strict=True):
         np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.parametrize("layer", [2, -1])
+def test_layers_that_are_not_there(file, layer):
+    with pytest.raises(IndexError, match=f"layer: must be from 0 to 1, got {layer}"):
+        file.layer(layer)
+    with pytest.raises(IndexError, match="layer: must be"):
+        file.write_blocks(layer, [0], *numbers(0, 1, file.layer(0).dtype))
+
+
+def test_slots_that_are_not_there(file):
+    k, v = np.ones((2, 1, HKV, D), np.float32)
+    with pytest.raises(
+        ValueError, match=f"slot_mapping: must be below N \\* B = {N * B}, got {N * B}"
+    ):
+        file.append_kv(0, k, v, [N * B])

@@ -34,7 +34,7 @@ def test_the_snippets_run_and_agree(names):
     exact, lse = names["numba_attn"].reference.paged_attention(
         q, k_pool, v_pool, names["block_tables"], names["seq_lens"], return_lse=True
     )
-    for name in ("tiled", "merged", "both", "streamed", "remote"):
+    for name in ("tiled", "merged", "both", "streamed", "remote", "joined"):
         np.testing.assert_allclose(as_float(names[name]), as_float(exact), rtol=0.01, atol=1e-3)
     np.testing.assert_allclose(names["lse"], lse, rtol=1e-6)
     np.testing.assert_allclose(names["both_lse"] * np.log(2), lse, rtol=1e-6)
@@ -82,7 +82,7 @@ def test_the_example_takes_about_15_lines():
 
 def test_every_fence_is_known():
     assert set(re.findall(r"^```(\w+)$", README, re.MULTILINE)) == {"python", "sh"}
-    assert len(fenced("python")) == 11
+    assert len(fenced("python")) == 12
 
 
 def test_the_two_commands():
