@@ -327,6 +327,14 @@ needs_signals = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def interruptible():
+    """Let SIGINT raise, also where the suite runs in the background: there it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def wait_for_the_wait():
     """Return when the main thread waits for the end of a job."""
     while True:
@@ -341,7 +349,7 @@ def wait_for_the_wait():
 @needs_signals
 @pytest.mark.parametrize("number", [0, 3, 30])
 @pytest.mark.parametrize("progress", [None, lambda done, total: None])
-def test_ctrl_c_ends_the_call_and_its_threads(number, progress):
+def test_ctrl_c_ends_the_call_and_its_threads(interruptible, number, progress):
     seqs, paged, _ = case("plain")
 
     def be_interrupted(at, ids):
@@ -365,6 +373,7 @@ def test_after_a_ctrl_c_at_any_moment_the_next_call_works():
 
 
 def interrupt_at_any_moment():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     layers, paged, expected = layers_of(2)
     sources = [array_source(one) for one in paged]
     calls = itertools.cycle(range(2))
@@ -386,7 +395,7 @@ def interrupt_at_any_moment():
 
 
 @needs_signals
-def test_ctrl_c_while_another_thread_has_its_turn():
+def test_ctrl_c_while_another_thread_has_its_turn(interruptible):
     """Whoever waits for the streamer is interrupted alone."""
     layers, paged, expected = layers_of(2)
     reading, go_on = threading.Event(), threading.Event()
