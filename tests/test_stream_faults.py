@@ -334,17 +334,17 @@ def interrupt():
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
-@pytest.fixture
-def ctrl_c():
-    """Let SIGINT raise KeyboardInterrupt, also where the tests run in a shell's background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 needs_signals = pytest.mark.skipif(
     not hasattr(signal, "pthread_kill"), reason="this system sends no signal to a thread"
 )
+
+
+@pytest.fixture
+def interruptible():
+    """Let SIGINT raise, also where the suite runs in the background: there it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def wait_for_the_wait():
@@ -361,7 +361,7 @@ def wait_for_the_wait():
 @needs_signals
 @pytest.mark.parametrize("number", [0, 3, 30])
 @pytest.mark.parametrize("progress", [None, lambda done, total: None])
-def test_ctrl_c_ends_the_call_and_its_threads(ctrl_c, number, progress):
+def test_ctrl_c_ends_the_call_and_its_threads(interruptible, number, progress):
     seqs, paged, _ = case("plain")
 
     def be_interrupted(at, ids):
@@ -407,7 +407,7 @@ def interrupt_at_any_moment():
 
 
 @needs_signals
-def test_ctrl_c_while_another_thread_has_its_turn(ctrl_c):
+def test_ctrl_c_while_another_thread_has_its_turn(interruptible):
     """Whoever waits for the streamer is interrupted alone."""
     layers, paged, expected = layers_of(2)
     reading, go_on = threading.Event(), threading.Event()
