@@ -169,6 +169,10 @@ class Records:
         """Close the file, when no thread reads or writes it any more; these end with an error."""
         self._use.end()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_use"):  # it could be opened
+            self.close()
+
     def _close(self) -> None:
         os.close(self._fd)
         if self._direct_fd is not None:

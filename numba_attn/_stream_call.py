@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _device, _plan, _run, _validate, _validate_options
+from . import _arrays, _device, _plan, _run, _validate, _validate_options, _validate_state
 from ._call import Options, Tile
 from ._run import Inputs
 from ._tiles import Tiles
@@ -83,7 +83,9 @@ def check(
         )
     inputs = _run.inputs(q, *layout.pools(np.empty(0, np.uint8)), _on_host(query_start_loc))
     num_blocks = getattr(source, "num_blocks", None)
-    if num_blocks is None:  # scales by token tell it, too
+    if num_blocks is not None:
+        num_blocks = _validate_state.whole("source.num_blocks", num_blocks, 0)
+    else:  # scales by token tell it, too
         scales = (np.shape(x) for x in (options["k_scale"], options["v_scale"]) if x is not None)
         num_blocks = next((shape[0] for shape in scales if len(shape) == 3), _UNKNOWN)
     sizes = inputs.sizes._replace(num_blocks=num_blocks)

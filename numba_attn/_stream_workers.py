@@ -62,6 +62,7 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def _work(self, job: Job) -> None:
+        _thread.workers = self
         try:
             while (dealt := job.take()) is not None:
                 held, buffer = False, dealt.buffer
@@ -84,6 +85,16 @@ class Workers:
             pass
         except BaseException as error:  # the caller's thread raises it
             job.stop(error)
+        finally:
+            _thread.workers = None  # which end once nobody refers to them
+
+
+_thread = threading.local()
+
+
+def workers_of_this_thread() -> Workers | None:
+    """Return the workers that this thread is one of."""
+    return getattr(_thread, "workers", None)
 
 
 def _read(source: Any, ids: LongArray, buffer: Buffer) -> None:
@@ -91,7 +102,7 @@ def _read(source: Any, ids: LongArray, buffer: Buffer) -> None:
     found = source.read(ids, buffer.k[: len(ids)], buffer.v[: len(ids)])
     if found is None:
         return
-    if not isinstance(found, numbers.Integral):
+    if isinstance(found, bool) or not isinstance(found, numbers.Integral):
         raise TypeError(
             f"source.read: expected None or the number of blocks that were read, got "
             f"{type(found).__name__}; what is read goes into k_out and v_out"

@@ -17,8 +17,8 @@ from . import _plan
 from ._call import Tile
 from ._types import LongArray
 
-REMEMBERED_BLOCKS = 1 << 20
-"""Most blocks of tables whose tiles are kept: the next layer asks for the same ones."""
+REMEMBERED_BYTES = 1 << 24
+"""Most memory for tiles that are kept: the next layer asks for the same ones."""
 
 
 @dataclasses.dataclass
@@ -91,6 +91,7 @@ class Tiles:
         self._at = 0  # the first unit of the tile that is made next
         self._count = 0  # of tiles made
         self._made: dict[int, Resident] = {}
+        self.reusable = self._bytes(split_tokens) <= REMEMBERED_BYTES  # to be asked for again
 
     def get(self, index: int) -> Resident | None:
         """Return a tile, None past the last; those before it are made with it."""
@@ -102,10 +103,14 @@ class Tiles:
                 self._count += 1
             return self._made.get(index) if self.reusable else self._made.pop(index, None)
 
-    @property
-    def reusable(self) -> bool:
-        """Whether the tiles are kept, to be asked for again."""
-        return self.table_blocks <= REMEMBERED_BLOCKS
+    def _bytes(self, split_tokens: int) -> int:
+        """Return about how much memory all tiles take, at most: each has a row per sequence."""
+        num_seqs = max(1, len(self._whole.tables))
+        split_blocks = min(_plan.ceil_div(split_tokens, self._block_size) + 1, self._most)
+        rows = min(num_seqs, self._most // split_blocks)  # that have blocks in a tile
+        width = self._most // rows + split_blocks
+        num_tiles = 2 * self.table_blocks // self._most + 1  # two in a row are more than one's room
+        return 4 * num_tiles * num_seqs * (width + 5)
 
     def _take(self) -> _Units:
         """Return the next units, as many as there is room for."""
@@ -154,7 +159,9 @@ class Tiles:
             starts=starts.astype(np.int32),
             seq_starts=seq_starts.astype(np.int32),
         )
-        return Resident(ids.astype(np.int64), tile, len(places))
+        ids = ids.astype(np.int64)
+        ids.setflags(write=False)  # a source is given them
+        return Resident(ids, tile, len(places))
 
 
 def _splits(

@@ -169,7 +169,7 @@ class KVFile:
         known = _validate.known_dtype("dtype", dtype, _arrays.POOL_FORMATS)
         _validate.flag("checksum", checksum)
         name = _arrays.format_of(known) or ""
-        geometry = Geometry(layers, blocks, size, heads, dim, name, checksum)
+        geometry = Geometry(layers, blocks, size, heads, dim, name, bool(checksum))
         folder = pathlib.Path(path)
         folder.mkdir(parents=True)
         empty = np.uint32(zlib.crc32(bytes(math.prod(geometry.shape[1:]) * known.itemsize)))
@@ -216,7 +216,7 @@ class KVFile:
     def append_kv(self, layer: int, k: Array, v: Array, slot_mapping: Any, **scales: Any) -> None:
         """Write new tokens into their slots, as `numba_attn.append_kv` does.
 
-        The blocks that they are in are read, changed and written.
+        The blocks that they are in are read, changed and written: by one thread at a time.
 
         Parameters
         ----------
@@ -230,11 +230,11 @@ class KVFile:
             `k_scale` and `v_scale`. Scales by token are not in the file.
         """
         own = self.layer(layer)
-        slots = np.asarray(slot_mapping, np.int64)
-        size, slot = self.geometry.block_size, slots.max(initial=-1)
-        if slot >= self.geometry.num_blocks * size:
-            end = self.geometry.num_blocks * size
-            raise ValueError(f"slot_mapping: must be below N * B = {end}, got {slot}")
+        given = _arrays.to_host(_arrays.integers("slot_mapping", slot_mapping))
+        size, end = own.block_size, own.num_blocks * own.block_size
+        if given.size and given.max() >= end:
+            raise ValueError(f"slot_mapping: must be below N * B = {end}, got {given.max()}")
+        slots = given.astype(np.int64)
         blocks, places = np.unique(slots[slots >= 0] // size, return_inverse=True)
         moved = slots.copy()
         moved[slots >= 0] = places * size + slots[slots >= 0] % size
@@ -373,7 +373,11 @@ class KVLayer:
 def _geometry(path: pathlib.Path) -> Geometry:
     """Read what `KVFile.create` has written last."""
     try:
-        return Geometry(**json.loads(path.read_text()))
+        found = Geometry(**json.loads(path.read_text()))
+        sizes = zip(Geometry._fields[:5], found[:5], strict=True)
+        _validate_state.positive_sizes(**dict(sizes))
+        _validate.known_dtype("dtype", found.dtype, _arrays.POOL_FORMATS)
+        return found
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: is not what KVFile.create writes") from error
 

@@ -43,7 +43,7 @@ class Source(Protocol):
         Parameters
         ----------
         block_ids : int64 [n]
-            Ascending, each once.
+            Ascending, each once; read-only.
         k_out, v_out : [n, B, Hkv, D], [n, B, Hkv, Dv]
             To be filled; a block's keys lie before its values, in one piece.
 
@@ -92,7 +92,8 @@ class ArraySource:
                 f"{k_pool.shape[:3]}, got {v_pool.shape[:3]}; a head-major pool is passed as a "
                 "transposed view"
             )
-        self._pools = tuple(pools)
+        self.k_pool, self.v_pool = k_pool, v_pool
+        self._pools = tuple(pools)  # their carriers
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = k_pool.shape
         self.v_head_dim: int = v_pool.shape[3]
         self.dtype, self.v_dtype = k_pool.dtype, v_pool.dtype

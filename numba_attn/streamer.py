@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from concurrent import futures
 from types import TracebackType
 from typing import Any
@@ -21,9 +23,10 @@ from ._stage_cpu import OnCpu
 from ._stream_call import Call, Keys
 from ._stream_job import Job, Stopped
 from ._stream_progress import Report
-from ._stream_workers import Workers
+from ._stream_workers import Workers, workers_of_this_thread
 from ._tiles import Tiles
 from ._types import Array
+from .sources import ArraySource
 from .state import AttentionState
 
 _REPORT_SECONDS = 0.1
@@ -74,6 +77,7 @@ class Streamer:
         self.resident_blocks = _validate_state.whole("resident_blocks", resident_blocks, 1)
         self.prefetch = _validate_state.whole("prefetch", prefetch, 0)
         self._calls = threading.Lock()
+        self._caller: int | None = None  # the thread that is in a call
         self._workers: Workers | None = None
         self._next: Job | None = None  # begun by `then`
         self._cut: tuple[Keys, Tiles] | None = None  # the last tiles; the next layer has the same
@@ -180,9 +184,11 @@ class Streamer:
         shape = (*q.shape[:-1], sizes.v_head_dim)
         if out is not None:
             apart = _run.given_arrays(**given, state=getattr(state, "buffer", None))
+            if isinstance(source, ArraySource):
+                apart |= {"the source": source.k_pool, "the source's values": source.v_pool}
             _validate.out(out, shape, inputs.dtype, apart)
         next_keys = None if then is None else _stream_call.check_next(q, then, same)
-        with self._calls:
+        with self._alone():
             work = _run.copy_of(state, sizes, kind)
             if work.o.size:
                 self._pass(call, next_keys, work, progress)
@@ -192,7 +198,7 @@ class Streamer:
 
     def close(self) -> None:
         """End the threads and free the buffers; a further call makes them anew."""
-        with self._calls:
+        with self._alone():
             self._end()
 
     def __enter__(self) -> Streamer:
@@ -205,6 +211,22 @@ class Streamer:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait for other threads' calls; what a call itself calls may not use the streamer."""
+        workers = workers_of_this_thread()
+        is_worker = workers is not None and workers is self._workers
+        if is_worker or self._caller == threading.get_ident():
+            raise RuntimeError(
+                "Streamer: is in a call, which waits for what is asked of it here; use another one"
+            )
+        with self._calls:
+            self._caller = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._caller = None
 
     def _pass(
         self, call: Call, next_keys: Keys | None, state: AttentionState, progress: Any

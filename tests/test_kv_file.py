@@ -1,5 +1,6 @@
 """A KV cache on disk: what is written is read, or it is an error."""
 
+import gc
 import json
 import os
 import signal
@@ -142,7 +143,18 @@ def test_a_damaged_block_is_an_error(tmp_path, part):
 
 
 @pytest.mark.parametrize(
-    "what", ["truncated", "longer", "header", "unfinished", "geometry", "other names"]
+    "what",
+    [
+        "truncated",
+        "longer",
+        "header",
+        "unfinished",
+        "geometry",
+        "other names",
+        "text",
+        "no layers",
+        "another dtype",
+    ],
 )
 def test_what_is_not_as_it_was_made_is_refused(file, what):
     folder, path = file.path, file.layer(1).path
@@ -153,6 +165,10 @@ def test_what_is_not_as_it_was_made_is_refused(file, what):
         (folder / "kv.json").write_text(json.dumps(made | {"head_dim": 2 * D}))
     elif what == "other names":
         (folder / "kv.json").write_text('{"blocks": 3}')
+    elif what in ("text", "no layers", "another dtype"):
+        change = {"text": {"num_layers": "1"}, "no layers": {"num_layers": 0}}
+        made = json.loads((folder / "kv.json").read_text()) | change.get(what, {"dtype": "int16"})
+        (folder / "kv.json").write_text(json.dumps(made))
     elif what == "header":
         np.save(path, np.zeros((N, 2, B, HKV, D), np.int16))
     else:
@@ -261,3 +277,13 @@ def test_slots_that_are_not_there(file):
         ValueError, match=f"slot_mapping: must be below N \\* B = {N * B}, got {N * B}"
     ):
         file.append_kv(0, k, v, [N * B])
+
+
+def test_a_cache_that_is_forgotten_is_closed(tmp_path):
+    file = KVFile.create(tmp_path / "kv", num_layers=2, **SIZES, checksum=np.True_)
+    number = file.layer(1)._file._fd
+    os.fstat(number)
+    del file
+    gc.collect()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(number)

@@ -613,3 +613,31 @@ def test_a_streamer_in_a_forked_child_and_its_child():
 def test_a_streamer_ends_with_the_interpreter():
     """Neither its threads nor tiles read ahead keep a process alive."""
     run(FORK.split("child = os.fork()")[0])
+
+
+@pytest.mark.parametrize("use", ["attend", "close"])
+@pytest.mark.parametrize("where", ["read", "progress"])
+def test_a_call_that_waits_for_itself_is_an_error(use, where):
+    seqs, paged, _ = case("plain")
+
+    def again(*_):
+        streamer.close() if use == "close" else attend_with(streamer, seqs, paged)
+
+    source, options = array_source(paged), {}
+    if where == "read":
+        source = Watched(source, again)
+    else:
+        options = {"progress": again}
+    with Streamer(9) as streamer, pytest.raises(RuntimeError, match="Streamer: is in a call"):
+        attend_with(streamer, seqs, paged, source, **options)
+
+
+def test_out_may_not_lie_in_the_pools_of_a_source():
+    seqs, paged, _ = case("plain")
+    for pool in paged[:2]:
+        out = pool.ravel()[: seqs.q.size].reshape(seqs.q.shape)
+        with (
+            Streamer(9) as streamer,
+            pytest.raises(ValueError, match="out: must not overlap the s"),
+        ):
+            attend_with(streamer, seqs, paged, ArraySource(*paged[:2]), out=out)

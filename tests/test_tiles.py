@@ -193,7 +193,7 @@ def same(one, other):
 
 
 def test_tiles_of_long_tables_are_not_kept(monkeypatch):
-    monkeypatch.setattr(_tiles, "REMEMBERED_BLOCKS", 9)
+    monkeypatch.setattr(_tiles, "REMEMBERED_BYTES", 250)
     tables, lens = np.arange(10, dtype=np.int32)[None], np.array([20], np.int32)
     sizes = {"block_size": 2, "split_tokens": 4, "most_blocks": 4}
     tiles = _tiles.Tiles(Tile(tables, lens), 0, True, **sizes)
@@ -204,14 +204,14 @@ def test_tiles_of_long_tables_are_not_kept(monkeypatch):
         [8, 9],
     ]
     assert tiles.get(0) is None
-    kept = _tiles.Tiles(Tile(tables, lens - 2), 0, True, **sizes)
+    kept = _tiles.Tiles(Tile(tables, lens // 2), 0, True, **sizes)
     assert kept.reusable
     assert kept.get(0) is kept.get(0) is not None
 
 
-@pytest.mark.parametrize("remembered", [0, 1 << 20])
+@pytest.mark.parametrize("remembered", [0, 1 << 24])
 def test_threads_share_the_tiles_among_them(monkeypatch, remembered):
-    monkeypatch.setattr(_tiles, "REMEMBERED_BLOCKS", remembered)
+    monkeypatch.setattr(_tiles, "REMEMBERED_BYTES", remembered)
     tables, lens = np.arange(500, dtype=np.int32)[None], np.array([500], np.int32)
     sizes = {"block_size": 1, "split_tokens": 1, "most_blocks": 1}
     tiles = _tiles.Tiles(Tile(tables, lens), 0, True, **sizes)
@@ -248,3 +248,22 @@ def test_a_window_of_a_long_context_is_all_that_is_planned():
     (tile,) = tiles_of(Tile(tables, lens), (4096, True), sizes)
     assert tile.ids.tolist() == list(range((1 << 16) - 256, 1 << 16))
     assert tile.tile.tables.shape[1] <= 256 + 32  # those before the window, in its first split
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 40])
+@pytest.mark.parametrize("most_blocks", [1, 5, 64])
+def test_the_memory_of_all_tiles_is_not_underestimated(num_seqs, most_blocks):
+    tables = np.arange(num_seqs * 60, dtype=np.int32).reshape(num_seqs, 60)
+    lens = np.full(num_seqs, 60 * 4, np.int32)
+    sizes = {"block_size": 4, "split_tokens": 32, "most_blocks": most_blocks}
+    tiles = _tiles.Tiles(Tile(tables, lens), 0, True, **sizes)
+    taken = sum(x.nbytes for one in iter_tiles(tiles) for x in one.tile[:5])
+    assert taken <= tiles._bytes(32) <= 8 * taken
+
+
+def test_a_source_cannot_change_what_it_is_asked_for():
+    tables, lens = np.arange(4, dtype=np.int32)[None], np.array([4], np.int32)
+    sizes = {"block_size": 1, "split_tokens": 4, "most_blocks": 4}
+    ids = _tiles.Tiles(Tile(tables, lens), 0, True, **sizes).get(0).ids
+    with pytest.raises(ValueError, match="read-only"):
+        ids += 1
