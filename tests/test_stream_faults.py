@@ -449,15 +449,21 @@ def block_bytes(paged):
 def test_progress_is_told_in_bytes(monkeypatch, name):
     monkeypatch.setattr(streamer, "_REPORT_SECONDS", 0.001)
     seqs, paged, expected = case(name)
-    told = []
+    told, expected_at = [], []
 
     def wait_to_be_told(number, ids):
-        while len(told) < min(number // 7, 6):
-            time.sleep(0.001)
+        if number % 4 == 3:
+            enough = len(told) + 2  # the second one has been counted during this read
+            while len(told) < enough:
+                time.sleep(0.001)
+            folded = sum(map(len, source.reads[:number]))
+            expected_at.append((told[-1][0], folded * block_bytes(paged)))
 
     source = Watched(array_source(paged), wait_to_be_told)
-    answer = stream(seqs, paged, source, progress=lambda *numbers: told.append(numbers))
+    options = {"prefetch": 0, "progress": lambda *numbers: told.append(numbers)}
+    answer = stream(seqs, paged, source, **options)
     check_same(seqs, answer, expected, bits=False)
+    assert [one for one, _ in expected_at] == [other for _, other in expected_at] != []
     first = np.maximum(0, np.array(LENS) - (600 if name == "window" else 2000))
     blocks = int((-(-np.array(LENS) // 16) - first // 16).sum())
     total = blocks * block_bytes(paged)
