@@ -76,9 +76,9 @@ def check(
     source, block_tables, seq_lens = keys
     layout = Layout.of(source)
     _validate.axes("q", q, "[S, Hq, D] or [S, Q, Hq, D]", 3, 4)
-    if q.shape[-1] != layout.head_dim:
+    if (head_dim := tuple(q.shape)[-1]) != layout.head_dim:
         raise ValueError(
-            f"source.head_dim: must be D = {q.shape[-1]}, the head_dim of q, got "
+            f"source.head_dim: must be D = {head_dim}, the head_dim of q, got "
             f"{layout.head_dim}; check the order of the axes of q"
         )
     inputs = _run.inputs(q, *layout.pools(np.empty(0, np.uint8)), _on_host(query_start_loc))
