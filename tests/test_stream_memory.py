@@ -41,7 +41,7 @@ def call(tokens):
     options = {{"resident_blocks": ROOM, "return_lse": True}}
     return numba_attn.stream_attention(q, layer, tables, [tokens], **options)
 
-call(100)  # warm: compiled, and with threads
+call(20 * B)  # warm: all is compiled, reads of blocks that lie apart, too; and with threads
 limit = memory("VmSize") + (1200 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 before = memory("VmRSS")  # now; what counts below is the most of all times
