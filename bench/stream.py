@@ -24,6 +24,7 @@ import numpy as np
 
 import numba_attn
 from numba_attn import _machine, _measure
+from numba_attn._stream_demo import drop_from_cache
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 BLOCK_BYTES = 2 * 2 * BLOCK * KV_HEADS * DIM
@@ -150,7 +151,7 @@ class Layers:
         memory = mmap.mmap(-1, PROBE_BYTES)  # at a page, as direct reads need it
         for path in self.paths:
             if drop:
-                drop_cache(path)
+                drop_from_cache(path)
             fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
             size, at = self.num_blocks * BLOCK_BYTES, HEADER
             while at < HEADER + size:
@@ -164,7 +165,7 @@ class Layers:
     def _streamed(self, sources, drop):
         if drop:
             for path in self.paths:
-                drop_cache(path)
+                drop_from_cache(path)
         for source, following in itertools.zip_longest(sources, sources[1:]):
             then = None if following is None else (following, self.tables, self.lens)
             self.streamer.attend(self.q, source, self.tables, self.lens, then=then)
@@ -181,13 +182,6 @@ class Paced(numba_attn.ArraySource):
         """Wait; no number is copied."""
         with self._one_at_a_time:
             time.sleep(self._seconds * len(block_ids))
-
-
-def drop_cache(path):
-    """Drop a file from the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ._types import Array, LongArray
 
@@ -48,13 +48,18 @@ class Options(NamedTuple):
 
     def token_scales(self) -> bool:
         """Tell whether each token has scales of its own."""
-        return any(x is not None and len(x.shape) == 3 for x in (self.k_scale, self.v_scale))
+        return is_by_token(self.k_scale) or is_by_token(self.v_scale)
+
+
+def is_by_token(scale: Array | None) -> bool:
+    """Tell scales [N, B, Hkv] from those by head, and from none."""
+    return scale is not None and len(scale.shape) == 3
 
 
 def with_scales_of(options: Options, ids: LongArray) -> Options:
     """Pick the scales of blocks, where each token has its own."""
 
-    def pick(scale: Array | None) -> Array | None:
-        return scale if scale is None or len(scale.shape) == 1 else scale[ids]
+    def pick(scale: Any) -> Any:
+        return scale[ids] if is_by_token(scale) else scale
 
     return options._replace(k_scale=pick(options.k_scale), v_scale=pick(options.v_scale))

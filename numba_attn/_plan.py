@@ -91,10 +91,10 @@ def key_ranges(tile: Tile, sliding_window: int = 0, causal: bool = True) -> Rang
     return Ranges(*(x.astype(np.int32) for x in (seq, begin, end, origin, position - start)))
 
 
-def used_tokens(tile: Tile, sliding_window: int, causal: bool) -> tuple[IntArray, IntArray]:
+def used_tokens(ranges: Ranges, num_seqs: int) -> tuple[IntArray, IntArray]:
     """Return the first token [S] that any row of a sequence attends to, and the end [S]."""
-    seq, begin, end, _, _ = key_ranges(tile, sliding_window, causal)
-    first = np.full(len(tile.token_counts), np.iinfo(np.int32).max, np.int32)
+    seq, begin, end, _, _ = ranges
+    first = np.full(num_seqs, np.iinfo(np.int32).max, np.int32)
     last = np.zeros_like(first)
     used = end > begin
     np.minimum.at(first, seq[used], begin[used])

@@ -83,9 +83,7 @@ def empty_state(state: AttentionState | None, sizes: Sizes, kind: str) -> Attent
     if state is None:
         heads, dim = sizes.num_q_heads, sizes.v_head_dim
         return AttentionState(sizes.num_seqs, heads, dim, num_queries=sizes.num_rows, device=kind)
-    _validate_state.is_state("state", state, AttentionState)
-    _validate_state.state_fits(state, sizes)
-    _validate_state.state_device(state, kind)
+    _check_state(state, sizes, kind)
     state.reset()
     return state
 
@@ -93,13 +91,17 @@ def empty_state(state: AttentionState | None, sizes: Sizes, kind: str) -> Attent
 def copy_of(state: AttentionState | None, sizes: Sizes, kind: str) -> AttentionState:
     """Return a new state: the identity, or what is in a caller's."""
     if state is not None:
-        _validate_state.is_state("state", state, AttentionState)
-        _validate_state.state_fits(state, sizes)
-        _validate_state.state_device(state, kind)
+        _check_state(state, sizes, kind)
     copy = empty_state(None, sizes, kind)
     if state is not None:
         _arrays.overwrite(copy.buffer, state.buffer)
     return copy
+
+
+def _check_state(state: AttentionState, sizes: Sizes, kind: str) -> None:
+    _validate_state.is_state("state", state, AttentionState)
+    _validate_state.state_fits(state, sizes)
+    _validate_state.state_device(state, kind)
 
 
 def absorb(state: AttentionState, inputs: Inputs, tile: Tile, options: Options) -> None:

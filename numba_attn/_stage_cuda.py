@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays, _device
-from ._call import Options, Tile, with_scales_of
+from ._call import Options, Tile, is_by_token, with_scales_of
 from ._stream_call import Call
 from ._stream_job import Buffer
 from ._tiles import Resident
@@ -72,7 +72,7 @@ class OnCuda:
         used = buffer.memory[: len(resident.ids) * self._layout.block_bytes]
         k, v = self._layout.pools(staging.blocks(used, self._copies))
         options = with_scales_of(self._options, resident.ids)
-        by_token = [x if _is_by_token(x) else None for x in (options.k_scale, options.v_scale)]
+        by_token = [x if is_by_token(x) else None for x in (options.k_scale, options.v_scale)]
         small = staging.numbers([*resident.tile[:5], *by_token], self._copies)
         for name, scale in zip(("k_scale", "v_scale"), small[5:], strict=True):
             options = options if scale is None else options._replace(**{name: scale})
@@ -121,10 +121,6 @@ def _bring(array: Array | None) -> Array | None:
     return None if array is None else _arrays.bring("cuda", array)
 
 
-def _is_by_token(scale: Array | None) -> bool:
-    return scale is not None and len(scale.shape) == 3
-
-
 def _scale(scale: Array | None) -> Array | None:
     """Keep scales by token on the host, to pick those of a tile; bring others over."""
-    return _arrays.to_host(scale) if _is_by_token(scale) else _bring(scale)
+    return _arrays.to_host(scale) if is_by_token(scale) else _bring(scale)

@@ -240,7 +240,7 @@ def _stream(case: Case, layer: KVLayer, progress: Progress) -> int:
     """Attend to the file between two plain reads of it, and check the result."""
     q = _query(case)
     before = _read_plainly(layer.path, progress)
-    dropped = _drop_from_cache(layer.path)
+    dropped = drop_from_cache(layer.path)
     begin = time.perf_counter()
     out, lse = _attend(case, layer, q, lambda done, total: progress.say("attending", done / total))
     seconds = time.perf_counter() - begin
@@ -282,7 +282,7 @@ def _attend(case: Case, source: Any, q: HostArray, progress: Any) -> tuple[HostA
 
 def _read_plainly(path: pathlib.Path, progress: Progress) -> float:
     """Read a file from end to end into one buffer; return the seconds."""
-    _drop_from_cache(path)
+    drop_from_cache(path)
     buffer = bytearray(_PIECE_BYTES)
     with open(path, "rb", buffering=0) as file:
         size, at = os.fstat(file.fileno()).st_size, 0
@@ -293,7 +293,7 @@ def _read_plainly(path: pathlib.Path, progress: Progress) -> float:
         return time.perf_counter() - begin
 
 
-def _drop_from_cache(path: pathlib.Path) -> bool:
+def drop_from_cache(path: pathlib.Path) -> bool:
     """Let the system forget what it holds of a file that is on the disk; tell whether it can."""
     if not hasattr(os, "posix_fadvise"):
         return False

@@ -169,8 +169,8 @@ def _splits(
 ) -> _Units:
     """Cut what is attended to into splits, in the order in which they are read."""
     ranges = _plan.key_ranges(whole, sliding_window, causal)
-    first, end = _plan.used_tokens(whole, sliding_window, causal)
-    num_seqs = len(first)
+    num_seqs = len(whole.token_counts)
+    first, end = _plan.used_tokens(ranges, num_seqs)
     origin = np.zeros(num_seqs, np.int32)
     origin[ranges.seq] = ranges.origin  # the same for all rows of a sequence
     used = _plan.Ranges(

@@ -186,7 +186,8 @@ def block_ids(name: str, tile: Tile, options: Options, sizes: Sizes) -> None:
     bad = _outside(tile.tables, min(sizes.num_blocks, _INT32_MAX + 1))
     if not np.count_nonzero(bad):
         return
-    first, end = _plan.used_tokens(tile, options.sliding_window, options.causal)
+    ranges = _plan.key_ranges(tile, options.sliding_window, options.causal)
+    first, end = _plan.used_tokens(ranges, len(tile.token_counts))
     block_size = min(sizes.block_size, _INT32_MAX + 1)
     token = np.arange(tile.tables.shape[1]) * block_size  # the first of each entry
     bad &= (token < end[:, None]) & (token + block_size > first[:, None])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from . import _arrays, _device, _plan, _validate, _validate_state
+from . import _arrays, _buffers, _device, _plan, _validate, _validate_state
 from ._types import Array, HostArray, LongArray
 
 
@@ -108,12 +108,10 @@ class ArraySource:
         k_out, v_out : [n, B, Hkv, D], [n, B, Hkv, Dv]
             To be filled.
         """
-        cuts = np.flatnonzero(np.diff(block_ids) != 1) + 1
         outs = _arrays.as_carrier(k_out), _arrays.as_carrier(v_out)
-        for run in np.split(np.arange(len(block_ids)), cuts):
-            place, block = slice(run[0], run[-1] + 1), block_ids[run[0]]
+        for block, (places,) in _buffers.runs(block_ids, len(block_ids)):
             for pool, out in zip(self._pools, outs, strict=True):
-                out[place] = pool[block : block + len(run)]
+                out[places.start : places.stop] = pool[block : block + len(places)]
 
 
 class Layout(NamedTuple):

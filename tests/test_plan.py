@@ -105,7 +105,7 @@ def test_ranges_are_what_a_mask_says(data):
         assert ranges.seq[row] == seq
         assert ranges.query[row] == query
         assert np.flatnonzero(mask).tolist() == list(range(begin, end))
-    first, last = _plan.used_tokens(tile, window, causal)
+    first, last = _plan.used_tokens(_plan.key_ranges(tile, window, causal), len(tile.token_counts))
     for s in range(size):
         used = np.flatnonzero(np.any([m for q, m, _ in rows if q == s] or [[False]], axis=0))
         assert not len(used) or (first[s], last[s]) == (used[0], used[-1] + 1)
