@@ -8,7 +8,6 @@ import operator
 import os
 import pathlib
 import zlib
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -256,12 +255,7 @@ class KVFile:
     def __enter__(self) -> KVFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent import futures
-from types import TracebackType
 from typing import Any
 
 from . import (
@@ -204,12 +203,7 @@ class Streamer:
     def __enter__(self) -> Streamer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextlib.contextmanager

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 import numba_attn
 
 TESTS = pathlib.Path(__file__).parent
@@ -53,6 +55,27 @@ def result(process, timeout=300):
 
 def run(code, package=PACKAGE, timeout=300, **changes):
     return result(start(code, package, **changes), timeout)
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+
+
+def check_forks(bits, close=lambda: None):
+    """Check that a forked child of this process, and its child, find the same bits, as it does."""
+    before = bits()
+    child = os.fork()
+    if child == 0:
+        same = bits() == before
+        grandchild = os.fork()
+        if grandchild == 0:
+            close()
+            os._exit(0 if bits() == before else 3)
+        same = same and os.waitpid(grandchild, 0)[1] == 0
+        close()
+        os._exit(0 if same else 3)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, status
+    assert bits() == before
 
 
 def copy_of_package(folder, *edits):

@@ -6,11 +6,12 @@ import functools
 import threading
 
 import numpy as np
+import pytest
 from _bound import assert_same_bits, check_answer
 from _cases import INT8_SCALE, Answer, draw, options_of, place, sinks_of
 
 import numba_attn
-from numba_attn import _device
+from numba_attn import AttentionState, _device
 from numba_attn.sources import Layout
 
 SPLIT = _device.backend("cpu").SPLIT
@@ -164,3 +165,40 @@ def layers_of(count, **options):
     layers = [draw(LENS, num_kv_heads=2, seed=seed, **options) for seed in range(count)]
     paged = [place(seqs, BLOCK) for seqs in layers]
     return layers, paged, [attend_one(*pair) for pair in zip(layers, paged, strict=True)]
+
+
+TILES = 37  # with room for 3 blocks each, of all blocks of LENS
+
+
+class FaultError(Exception):
+    pass
+
+
+def fail_at(number, error):
+    """Return what lets a source fail at its n-th read."""
+
+    def before(at, ids):
+        if at == number:
+            raise error
+
+    return before
+
+
+def check_untouched(streamer, error, seqs, paged, source, **options):
+    """Check that a call fails, and that it writes nothing and leaves no thread; return the error.
+
+    Then the streamer is as good as new.
+    """
+    state = AttentionState.like(seqs.q, paged.v_pool)
+    state.buffer[:] = np.arange(state.buffer.size)
+    out = np.full((*seqs.q.shape[:-1], paged.v_pool.shape[3]), 7, seqs.q.dtype)
+    arrays = seqs.q, paged.block_tables, paged.seq_lens, out, state.buffer
+    contents = [array.tobytes() for array in arrays]
+    threads = readers()
+    with pytest.raises(error) as caught:
+        attend_with(streamer, seqs, paged, source, state=state, out=out, **options)
+    assert [array.tobytes() for array in arrays] == contents
+    assert not readers() - threads
+    again, expected = attend_with(streamer, seqs, paged), case("plain")[2]
+    check_same(seqs, again, expected, bits=False)
+    return caught.value

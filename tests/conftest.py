@@ -2,6 +2,7 @@ import functools
 
 import _backends
 import _process
+import _streaming
 import hypothesis
 import pytest
 
@@ -73,3 +74,10 @@ def threads(monkeypatch):
     before = numba_attn.get_num_threads()
     yield numba_attn.set_num_threads
     numba_attn.set_num_threads(before)
+
+
+@pytest.fixture
+def no_reader_is_left():
+    before = _streaming.readers()
+    yield
+    assert _streaming.readers() <= before

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from _bound import assert_same_bits, check_answer
 from _cases import attend, draw, place
-from _process import run
+from _process import needs_fork, run
 
 import numba_attn
 from numba_attn import _threads
@@ -119,9 +119,9 @@ def test_the_number_of_threads_changes_during_calls(cpu, case, threads):
         changer.join()
 
 
-FORK = """
+CALLS = """
 import os, sys, threading, warnings
-import numpy as np, numba_attn.kernels.cpu, _backends, _cases
+import numpy as np, numba_attn.kernels.cpu, _backends, _cases, _process
 warnings.simplefilter("ignore")  # Python warns of a fork with threads: that is the point
 numba_attn.set_num_threads(2)
 numba_attn.kernels.cpu.SERIAL_BYTES = 1  # small work is threaded too
@@ -133,30 +133,18 @@ def bits():
     return out.tobytes() + lse.tobytes()
 
 before = bits()
-child = os.fork()
-if child == 0:
-    same = bits() == before
-    grandchild = os.fork()
-    if grandchild == 0:
-        os._exit(0 if bits() == before else 3)
-    same = same and os.waitpid(grandchild, 0)[1] == 0
-    os._exit(0 if same else 3)
-status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-assert status == 0, status
-assert bits() == before
 """
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
 
 @needs_fork
 def test_calls_in_a_forked_child_and_its_child():
-    run(FORK)
+    run(CALLS + "_process.check_forks(bits)")
 
 
 @needs_fork
 def test_multiprocessing_by_fork():
     run(
-        FORK.split("child = os.fork()")[0]
+        CALLS
         + "import multiprocessing\n"
         + "def same(_): return bits() == before\n"
         + "with multiprocessing.get_context('fork').Pool(3) as pool:\n"
