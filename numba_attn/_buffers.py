@@ -117,12 +117,12 @@ def as_bytes(array: HostArray) -> HostArray:
     return array.view(f"u{array.itemsize}").reshape(len(array), size).view(np.uint8)
 
 
-def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> HostArray:
-    """Allocate memory that begins at a page."""
+def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, multiple: int = PAGE) -> HostArray:
+    """Allocate memory that begins at a page, or at another multiple of bytes."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + PAGE, np.uint8)
-    start = -_address(memory) % PAGE
+    memory = np.empty(size + multiple, np.uint8)
+    start = -_address(memory) % multiple
     return memory[start : start + size].view(dtype).reshape(shape)
 
 

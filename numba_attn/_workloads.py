@@ -13,8 +13,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
+from . import _buffers
 from ._plan import ceil_div
 from ._types import HostArray, IntArray
 
@@ -165,7 +165,9 @@ def make_steps(
     steps = []
     for done in range(num_pools):
         on_pool(done)
-        k_pool, v_pool = (fill(rng, sample, aligned(pool_shape, sample.dtype)) for _ in range(2))
+        k_pool, v_pool = (
+            fill(rng, sample, _buffers.empty(pool_shape, sample.dtype, _LINE)) for _ in range(2)
+        )
         steps.append(Step(q, k_pool, v_pool, _shuffled_tables(rng, blocks), lens))
     return steps
 
@@ -186,15 +188,6 @@ def fill(rng: np.random.Generator, sample: HostArray, array: HostArray) -> HostA
         flat[position : position + piece.size] = piece
         position += piece.size
     return array
-
-
-def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> HostArray:
-    """Allocate an array that begins on a cache line."""
-    dtype = np.dtype(dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(size + _LINE, np.uint8)
-    skip = -memory.ctypes.data % _LINE
-    return memory[skip : skip + size].view(dtype).reshape(shape)
 
 
 def _shuffled_tables(rng: np.random.Generator, blocks: IntArray) -> IntArray:
