@@ -123,19 +123,14 @@ class Layers:
 
     def paced_calls(self, factor):
         """Compare with a store that takes so much of the time of attention for what is read."""
-        begin = time.perf_counter()
-        for _ in range(3):
-            self._in_memory()
-        blocks = self.num_blocks * self.num_layers
-        seconds = (time.perf_counter() - begin) / 3 / blocks / factor
-        one_at_a_time = threading.Lock()
-        sources = [Paced(*pair, seconds, one_at_a_time) for pair in self.pools]
-        tile = self.streamer.resident_blocks // (self.streamer.prefetch + 1)
+        times = _measure.in_turn({"memory": [self._in_memory]}, 1.0, burst=3)["memory"]
+        seconds = statistics.median(times) / (self.num_blocks * self.num_layers) / factor
+        link = Link(seconds)
+        sources = [Paced(*pair, link) for pair in self.pools]
 
         def read():
             for source in sources:
-                for begin in range(0, self.num_blocks, tile):
-                    source.read(range(begin, min(begin + tile, self.num_blocks)), None, None)
+                source.read(range(self.num_blocks), None, None)
 
         return {
             "read": read,
@@ -171,17 +166,30 @@ class Layers:
             self.streamer.attend(self.q, source, self.tables, self.lens, then=then)
 
 
-class Paced(numba_attn.ArraySource):
-    """A store that takes a time per block, for one reader after another."""
+class Link:
+    """What stores are read through: it has a rate, and a queue, so that it need not be idle."""
 
-    def __init__(self, k_pool, v_pool, seconds, one_at_a_time):
+    def __init__(self, seconds):
+        self._seconds, self._lock, self._free_at = seconds, threading.Lock(), 0.0
+
+    def transfer(self, num_blocks):
+        """Return when so many blocks are here."""
+        with self._lock:
+            begin = max(self._free_at, time.perf_counter())
+            end = self._free_at = begin + self._seconds * num_blocks
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+
+class Paced(numba_attn.ArraySource):
+    """A store behind a link."""
+
+    def __init__(self, k_pool, v_pool, link):
         super().__init__(k_pool, v_pool)
-        self._seconds, self._one_at_a_time = seconds, one_at_a_time
+        self._link = link
 
     def read(self, block_ids, k_out, v_out):
         """Wait; no number is copied."""
-        with self._one_at_a_time:
-            time.sleep(self._seconds * len(block_ids))
+        self._link.transfer(len(block_ids))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 from . import _arrays, _device
 from ._call import Options, Tile, is_by_token, with_scales_of
 from ._stream_call import Call
-from ._stream_job import Buffer
+from ._stream_job import Absorbed, Buffer
 from ._tiles import Resident
 from ._types import Array, HostArray
 from .state import AttentionState
@@ -44,10 +44,8 @@ class OnCuda:
         slopes = _bring(call.options.alibi_slopes)
         self._options = call.options._replace(alibi_slopes=slopes, k_scale=k_scale, v_scale=v_scale)
 
-    def absorb(
-        self, resident: Resident, buffer: Buffer, turn: Callable[[], None]
-    ) -> Callable[[], None]:
-        """Launch what absorbs a tile, in its `turn`; return what waits until the buffer is free."""
+    def absorb(self, resident: Resident, buffer: Buffer, turn: Callable[[], None]) -> Absorbed:
+        """Launch what absorbs a tile, in its `turn`; the buffer is in use until that is done."""
         cuda = _device.cuda()
         with self._gpu, _device.launching_on(self._kernels):
             k, v, tile, options = self._copy(resident, buffer)
@@ -58,7 +56,7 @@ class OnCuda:
             backend = _device.backend("cuda")
             backend.step_tile(self._state, self._q, k, v, self._formats, tile, options)
             done.record(self._kernels)
-        return functools.partial(self._wait, done)
+        return Absorbed(wait=functools.partial(self._wait, done))
 
     def _wait(self, event: Any) -> None:
         with self._gpu:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._stream_call import Keys
 from ._tiles import Resident, Tiles
@@ -36,11 +37,18 @@ class Dealt:
     is_read: bool = False
 
 
+class Absorbed(NamedTuple):
+    """What is left to do with a tile that a stage has absorbed."""
+
+    fold: Callable[[], None] | None = None  # in the turn of the tile; by whichever thread
+    wait: Callable[[], None] | None = None  # until the buffer may be put back
+
+
 class Job:
     """The tiles of a pass.
 
-    Workers take them, read them, and fold them in turn. Before it is started with a stage, the
-    first tiles may be read, and are held. The first error stops all workers.
+    Workers take them, read them, absorb them, and fold them in order. Before it is started with a
+    stage, the first tiles may be read, and are held. The first error stops all workers.
 
     Parameters
     ----------
@@ -50,10 +58,17 @@ class Job:
         Those of the workers that no tile has, of whichever job.
     changed : Condition
         Of the workers: guards the free buffers, and what is here.
+    most_ahead : int
+        Tiles from the first one that is not folded, which may be absorbed: each has partial states.
     """
 
     def __init__(
-        self, keys: Keys, tiles: Tiles, free: list[Buffer], changed: threading.Condition
+        self,
+        keys: Keys,
+        tiles: Tiles,
+        free: list[Buffer],
+        changed: threading.Condition,
+        most_ahead: int,
     ) -> None:
         self.keys, self.tiles = keys, tiles
         self.stage: Any = None
@@ -61,9 +76,11 @@ class Job:
         self.futures: list[Future[None]] = []
         self.blocks_folded = 0  # entries of tables
         self._free, self._changed = free, changed
+        self._most_ahead = most_ahead
         self._next = self._folded = 0  # indices of tiles
         self._all_dealt = False
         self._held: list[Dealt] = []
+        self._absorbed: dict[int, tuple[Dealt, Callable[[], None] | None]] = {}
 
     def start(self, stage: Any) -> None:
         """Give what absorbs a tile."""
@@ -122,16 +139,31 @@ class Job:
     def turn(self, index: int) -> None:
         """Wait until all tiles before this one are folded."""
         with self._changed:
-            self._changed.wait_for(lambda: self.error is not None or self._folded == index)
-            if self.error is not None:
-                raise Stopped
+            self._wait_until(lambda: self._folded == index)
 
-    def folded(self, dealt: Dealt) -> None:
-        """Note that a tile is folded: it is the turn of the next one."""
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self.error is not None or condition())
+        if self.error is not None:
+            raise Stopped
+
+    def fold(self, dealt: Dealt, fold: Callable[[], None] | None) -> None:
+        """Fold tiles as long as it is the turn of one that is absorbed; leave this one, if not."""
         with self._changed:
-            self._folded = dealt.index + 1
-            self.blocks_folded += dealt.resident.table_blocks
-            self._changed.notify_all()
+            self._wait_until(lambda: dealt.index < self._folded + self._most_ahead)
+            self._absorbed[dealt.index] = dealt, fold
+        while (found := self._next_to_fold()) is not None:
+            dealt, fold = found
+            if fold is not None:
+                fold()
+            with self._changed:
+                self._folded += 1
+                self.blocks_folded += dealt.resident.table_blocks
+                self._changed.notify_all()
+
+    def _next_to_fold(self) -> tuple[Dealt, Callable[[], None] | None] | None:
+        """Return the tile whose turn it is, once, if it is absorbed."""
+        with self._changed:
+            return self._absorbed.pop(self._folded, None)
 
     def stop(self, error: BaseException) -> None:
         """Note the first error; no further tile is taken."""

@@ -21,7 +21,7 @@ from .sources import Layout
 
 
 class Workers:
-    """A thread for each buffer: it reads a tile, absorbs it, folds it in turn, and so on.
+    """A thread for each buffer: it reads a tile, absorbs it, has it folded in order, and so on.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Workers:
 
     def job(self, keys: Keys, tiles: Tiles) -> Job:
         """Make a job, which takes from the buffers."""
-        return Job(keys, tiles, self._free, self._changed)
+        return Job(keys, tiles, self._free, self._changed, most_ahead=2 * self.count)
 
     def work_on(self, job: Job) -> None:
         """Begin with the tiles of a job: with the first ones only, where it is not started yet."""
@@ -73,9 +73,8 @@ class Workers:
                     if held:
                         return
                     turn = functools.partial(job.turn, dealt.index)
-                    wait = job.stage.absorb(dealt.resident, buffer, turn)
-                    turn()
-                    job.folded(dealt)
+                    fold, wait = job.stage.absorb(dealt.resident, buffer, turn)
+                    job.fold(dealt, fold)
                     if wait is not None:
                         wait()
                 finally:

@@ -197,20 +197,22 @@ def test_it_reads_by_as_many_threads_as_there_are_buffers(prefetch):
     assert {len(ids) for ids in source.reads} == {1}
 
 
-def test_no_more_blocks_than_there_is_room_for_are_read_before_the_first_is_absorbed():
-    """What comes first is slow: the other threads stop at their next tile."""
-    seqs, paged, expected = case("plain")
-    source = Watched(array_source(paged))
-    seen = threading.Event()
+def test_tiles_are_absorbed_before_their_turn_but_not_without_end():
+    """What comes first is slow: the other threads go on for a while, each in its buffer."""
+    seqs, paged, _ = case("plain")
+    most = 2 * 3 + 2  # with 3 buffers: 6 have their turn or wait for it, 2 wait in their buffers
+    all_read, one_more = threading.Event(), threading.Event()
 
-    def wait(number, ids):
+    def before(number, ids):
         if number == 0:
-            seen.wait(0.2)  # is never set: all that could be read is read meanwhile
-            read.append(sum(map(len, source.reads)))
+            assert all_read.wait(PATIENCE)
+            assert not one_more.wait(0.2)
+        elif number >= most - 1:
+            (all_read if number == most - 1 else one_more).set()
 
-    source.before, read = wait, []
+    source = Watched(array_source(paged), before)
     check_answer(seqs, stream(seqs, paged, source, resident_blocks=9, prefetch=2))
-    assert read[0] <= 9
+    assert one_more.is_set()
 
 
 def test_out_may_not_lie_in_the_pools_of_a_source():

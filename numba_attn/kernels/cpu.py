@@ -42,7 +42,7 @@ def step_tile(state, q, k_pool, v_pool, formats, tile, options):
     """
     cut = _plan.cut(tile, options.sliding_window, options.causal)
     threads = _threads.get_num_threads()
-    for fold in attend(cut, q, k_pool, v_pool, formats, tile, options, threads):
+    for fold, _ in attend(cut, q, k_pool, v_pool, formats, tile, options, threads):
         fold(state)
 
 
@@ -51,8 +51,8 @@ def attend(cut, q, k_pool, v_pool, formats, tile, options, num_threads):
 
     Yields
     ------
-    fold : callable
-        Folds them into a state, of which it is given all; before the next ones are asked for.
+    callable, bool
+        Folds them into a whole state, before the next ones are asked for; whether these are last.
     """
     if len(cut.items) == 0:
         return
@@ -73,7 +73,7 @@ def attend(cut, q, k_pool, v_pool, formats, tile, options, num_threads):
         args = (np.zeros(1, np.int64), items, *inputs, *partials)
         useful = 1 + tokens * token_bytes // SERIAL_BYTES
         _threads.run(attend_items, args, min(num_threads, len(items), useful))
-        yield functools.partial(_fold_rows, first, end, partials, starts)
+        yield functools.partial(_fold_rows, first, end, partials, starts), end == len(queries)
         _scratch.partials = partials
 
 
