@@ -37,11 +37,15 @@ class Dealt:
     is_read: bool = False
 
 
+def _nothing() -> None:
+    """Do what is left to do where all is done."""
+
+
 class Absorbed(NamedTuple):
     """What is left to do with a tile that a stage has absorbed."""
 
-    fold: Callable[[], None] | None = None  # in the turn of the tile; by whichever thread
-    wait: Callable[[], None] | None = None  # until the buffer may be put back
+    fold: Callable[[], None] = _nothing  # in the turn of the tile; by whichever thread
+    wait: Callable[[], None] = _nothing  # until the buffer may be put back
 
 
 class Job:
@@ -80,7 +84,7 @@ class Job:
         self._next = self._folded = 0  # indices of tiles
         self._all_dealt = False
         self._held: list[Dealt] = []
-        self._absorbed: dict[int, tuple[Dealt, Callable[[], None] | None]] = {}
+        self._absorbed: dict[int, tuple[int, Callable[[], None]]] = {}  # table blocks, fold
 
     def start(self, stage: Any) -> None:
         """Give what absorbs a tile."""
@@ -141,29 +145,29 @@ class Job:
         with self._changed:
             self._wait_until(lambda: self._folded == index)
 
-    def _wait_until(self, condition: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self.error is not None or condition())
-        if self.error is not None:
-            raise Stopped
-
-    def fold(self, dealt: Dealt, fold: Callable[[], None] | None) -> None:
+    def fold(self, dealt: Dealt, fold: Callable[[], None]) -> None:
         """Fold tiles as long as it is the turn of one that is absorbed; leave this one, if not."""
         with self._changed:
             self._wait_until(lambda: dealt.index < self._folded + self._most_ahead)
-            self._absorbed[dealt.index] = dealt, fold
+            self._absorbed[dealt.index] = dealt.resident.table_blocks, fold
         while (found := self._next_to_fold()) is not None:
-            dealt, fold = found
-            if fold is not None:
-                fold()
+            table_blocks, fold_next = found
+            fold_next()
             with self._changed:
                 self._folded += 1
-                self.blocks_folded += dealt.resident.table_blocks
+                self.blocks_folded += table_blocks
                 self._changed.notify_all()
 
-    def _next_to_fold(self) -> tuple[Dealt, Callable[[], None] | None] | None:
-        """Return the tile whose turn it is, once, if it is absorbed."""
+    def _next_to_fold(self) -> tuple[int, Callable[[], None]] | None:
+        """Return what is left of the tile whose turn it is, once, if it is absorbed."""
         with self._changed:
             return self._absorbed.pop(self._folded, None)
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a change that makes it true, or for an error."""
+        self._changed.wait_for(lambda: self.error is not None or condition())
+        if self.error is not None:
+            raise Stopped
 
     def stop(self, error: BaseException) -> None:
         """Note the first error; no further tile is taken."""

@@ -75,8 +75,7 @@ class Workers:
                     turn = functools.partial(job.turn, dealt.index)
                     fold, wait = job.stage.absorb(dealt.resident, buffer, turn)
                     job.fold(dealt, fold)
-                    if wait is not None:
-                        wait()
+                    wait()
                 finally:
                     if not held:
                         job.put_back(buffer)

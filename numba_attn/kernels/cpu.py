@@ -52,7 +52,7 @@ def attend(cut, q, k_pool, v_pool, formats, tile, options, num_threads):
     Yields
     ------
     callable, bool
-        Folds them into a whole state, before the next ones are asked for; whether these are last.
+        Folds them into a whole state, once and in this order; whether these are the last.
     """
     if len(cut.items) == 0:
         return
@@ -74,12 +74,12 @@ def attend(cut, q, k_pool, v_pool, formats, tile, options, num_threads):
         useful = 1 + tokens * token_bytes // SERIAL_BYTES
         _threads.run(attend_items, args, min(num_threads, len(items), useful))
         yield functools.partial(_fold_rows, first, end, partials, starts), end == len(queries)
-        _scratch.partials = partials
 
 
 def _fold_rows(first, end, partials, starts, state):
     some_rows = _Partials(state.m[first:end], state.l[first:end], state.o[first:end])
     merge_splits(some_rows, partials, starts)
+    _scratch.partials = partials
 
 
 def merge_splits(state, partials, starts):
@@ -129,7 +129,7 @@ def _take_partials(shape):
     """Return partials [n, Hq, Dv] to write into: this thread's last ones, where the shape fits.
 
     Fresh memory would be mapped and cleared by the system at every call. They are taken, and given
-    back at the end: a signal handler may call in between.
+    back when they are folded: a signal handler may call in between.
     """
     last = _scratch.__dict__.pop("partials", None)
     if last is not None and last.o.shape == shape:
