@@ -13,10 +13,9 @@ from numba_attn import KVFile
 from numba_attn.sources import Layout
 
 GROWTH = """
-import resource
 import numpy as np
 import numba_attn
-from numba_attn import KVFile
+from numba_attn import KVFile, _memory
 
 B, HKV, D, N, ROOM = 64, 8, 128, 32768, 128
 sizes = {{"block_size": B, "num_kv_heads": HKV, "head_dim": D, "num_blocks": N, "num_layers": 1}}
@@ -30,10 +29,6 @@ file.write_blocks(0, known, k, v)
 block_bytes = 2 * k[0].nbytes
 assert N * block_bytes == 8 << 30
 
-def memory(name):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
-
 q = np.ones((1, HKV, D), np.float16)
 tables = np.random.default_rng(0).permutation(N)[None]
 
@@ -42,13 +37,13 @@ def call(tokens):
     return numba_attn.stream_attention(q, layer, tables, [tokens], **options)
 
 call(20 * B)  # warm: all is compiled, reads of blocks that lie apart, too; and with threads
-limit = memory("VmSize") + (1200 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-before = memory("VmRSS")
 with open("/proc/self/clear_refs", "w") as peak:
-    peak.write("5")  # VmHWM begins anew; ru_maxrss would begin with that of the parent process
-out, lse = call(N * B)
-growth = memory("VmHWM") - before
+    peak.write("5")  # the peak begins anew, with what is resident now
+before = _memory.peak()
+with _memory.limited(1200 << 20) as limit:
+    assert limit is not None
+    out, lse = call(N * B)
+growth = _memory.peak() - before
 expected = 1024 * len(known) * (len(known) + 1) / 2 / N
 np.testing.assert_allclose(out.astype(float), expected, rtol=2e-3)
 np.testing.assert_allclose(lse, np.log(N * B), rtol=1e-6)
