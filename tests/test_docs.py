@@ -16,6 +16,7 @@ METHODS = [
 ]
 METHODS += [f"KVFile.{name}" for name in ("create", "layer", "write_blocks", "append_kv", "sync")]
 METHODS += ["Source.read", "KVFile.close", "Streamer.attend", "Streamer.close", "ArraySource.read"]
+FRAMEWORKS = "torch", "jax", "cupy"
 PUBLIC = [*FUNCTIONS, "AttentionState", "KVFile", "ArraySource", "Source", "Streamer"]
 
 # DESIGN: the fixed names of the public API
@@ -103,7 +104,12 @@ def modules():
 
 @pytest.mark.parametrize("name", modules())
 def test_examples_run(name):
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in FRAMEWORKS:
+            raise
+        pytest.skip(f"{error.name} is not installed")
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     assert doctest.testmod(module, optionflags=flags).failed == 0
 

@@ -112,7 +112,10 @@ def test_dependencies_run_one_way():
         assert not [one for one in imported_by(PACKAGE / name) if "kernels" in one], name
 
 
-OPTIONAL = {"_stream_progress.py": {"tqdm"}}  # by file: imported where it is asked for
+OPTIONAL = {  # by file: imported where it is asked for
+    "_stream_progress.py": {"tqdm"},
+    **{f"_{name}_arrays.py": {name} for name in ("torch", "jax", "cupy")},
+}
 
 
 def test_imports_are_the_declared_dependencies():
