@@ -103,7 +103,12 @@ def modules():
 
 @pytest.mark.parametrize("name", modules())
 def test_examples_run(name):
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if not name.startswith("numba_attn.integrations."):
+            raise
+        pytest.skip(f"{missing.name} is not installed")
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     assert doctest.testmod(module, optionflags=flags).failed == 0
 
