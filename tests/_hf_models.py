@@ -13,6 +13,7 @@ import transformers
 import numba_attn.integrations.transformers as integration
 
 integration.register()
+torch.set_num_threads(1)  # such small models wait for each other's threads more than they work
 
 WINDOW = 16
 VOCAB = 256

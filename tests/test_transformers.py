@@ -19,6 +19,8 @@ from _hf_models import (
 )
 from _process import run
 
+from numba_attn.integrations import _decode_op
+
 NAMES = sorted(CONFIGS)
 LENGTHS = 3, 30, 8, 17, 1, 40, 25, 12  # longer and shorter than the window
 
@@ -27,8 +29,13 @@ LENGTHS = 3, 30, 8, 17, 1, 40, 25, 12  # longer and shorter than the window
 def decode_steps(monkeypatch):
     """Count the calls that read a dense cache in place."""
     counted = []
-    decode = integration._decode
-    monkeypatch.setattr(integration, "_decode", lambda *args: counted.append(args) or decode(*args))
+
+    def counting(*args, **options):
+        counted.append(args)
+        return paged_attention(*args, **options)
+
+    paged_attention = _decode_op.paged_attention
+    monkeypatch.setattr(_decode_op, "paged_attention", counting)
     return counted
 
 
@@ -50,6 +57,37 @@ def test_left_padded_prompts(name, cache, decode_steps):
     expected = generate(model(name), "eager", ids, **options)
     assert torch.equal(generate(model(name), "numba_attn", ids, **options), expected)
     assert len(decode_steps) == 31 * model(name).config.num_hidden_layers
+
+
+def test_a_static_cache_under_compile(decode_steps):
+    """In one graph, which serves all lengths."""
+    made, (ids, mask) = model("llama"), padded(prompts(5, 20, 13))
+    expected = generate(made, "eager", ids, 32, attention_mask=mask)
+    found = compiled(made, ids, mask)
+    assert torch.equal(found, expected)
+    assert len(decode_steps) == 31 * made.config.num_hidden_layers
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow  # several seconds each
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"llama"}))
+def test_any_model_under_compile(name, decode_steps):
+    """A static cache of a window has two graphs: before it is full, and after."""
+    made, (ids, mask) = model(name), padded(prompts(5, 20, 13))
+    expected = generate(made, "eager", ids, 32, attention_mask=mask)
+    assert torch.equal(compiled(made, ids, mask), expected)
+    assert len(decode_steps) == 31 * made.config.num_hidden_layers
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def compiled(made, ids, mask):
+    """Generate with a static cache and a compiled forward pass, without breaks in its graph."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    how = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    how._compile_all_devices = True  # by itself, transformers compiles on no CPU
+    options = {"cache_implementation": "static", "compile_config": how}
+    return generate(made, "numba_attn", ids, 32, attention_mask=mask, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,9 +12,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from . import _continuous_batching
+from ._decode_op import dense_decode
 from ._fall_through import Attended, fall_through
 from ._interval_mask import as_bool, interval_mask, is_interval_mask
-from ._torch_arrays import paged_attention
 
 NAME = "numba_attn"
 
@@ -124,7 +124,17 @@ def attention(
         return _continuous_batching.attend(query, key, value, batch, options), None
     options = _known(given)
     if _is_decode_step(query, key, value, attention_mask, options):
-        return _decode(query, key, value, attention_mask, options), None
+        out = dense_decode(
+            query[:, :, 0],
+            key,
+            value,
+            attention_mask,
+            scale=options.get("scaling"),
+            softcap=options.get("softcap"),
+            sliding_window=options.get("sliding_window"),
+            sinks=options.get("s_aux"),
+        )
+        return out[:, None], None
     if is_interval_mask(attention_mask):
         assert attention_mask is not None
         attention_mask = as_bool(attention_mask, key.shape[2])
@@ -165,32 +175,3 @@ def _is_decode_step(
         and not needs_grad
         and all(x.dtype in DTYPES for x in tensors)
     )
-
-
-def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    intervals: torch.Tensor | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Attend with one query token per sequence: [S, 1, Hq, Dv]."""
-    kv_length = key.shape[2]
-    if intervals is None:
-        starts = None
-        ends = torch.full(key.shape[:1], kv_length, dtype=torch.int32, device=key.device)
-    else:
-        starts, ends = intervals[:, 0, 0, 0], intervals[:, 0, 0, 1]
-    out = paged_attention(
-        query[:, :, 0],
-        key.transpose(1, 2),  # [S, L, Hkv, D]: a pool with a block for each sequence
-        value.transpose(1, 2),
-        None,
-        ends,
-        seq_starts=starts,
-        scale=options.get("scaling"),
-        softcap=options.get("softcap"),
-        sliding_window=options.get("sliding_window"),
-        sinks=options.get("s_aux"),
-    )
-    return out[:, None]
