@@ -115,7 +115,7 @@ def test_dependencies_run_one_way():
 OPTIONAL = {  # by file: imported where it is asked for
     "_stream_progress.py": {"tqdm"},
     "_continuous_batching.py": {"torch", "transformers"},
-    "_decode_op.py": {"torch"},
+    "_dense_op.py": {"torch"},
     "_fall_through.py": {"torch", "transformers"},
     "_interval_mask.py": {"torch", "transformers"},
     "_torch_arrays.py": {"torch"},

@@ -36,7 +36,7 @@ def fall_through(
         given = {name: value for name, value in options.items() if name != "sliding_window"}
         attended: Attended = sdpa_attention_forward(module, query, key, value, mask, **given)
         return attended
-    if mask is None and options.pop("is_causal", getattr(module, "is_causal", True)):
+    if mask is None and is_causal(module, options):
         mask = _causal(query, key)
     if mask is not None and mask.dtype == torch.bool:
         least = torch.finfo(query.dtype).min
@@ -44,6 +44,11 @@ def fall_through(
             ~mask, least
         )
     return _eager(module)(module, query, key, value, mask, **options)
+
+
+def is_causal(module: torch.nn.Module, options: dict[str, Any]) -> bool:
+    """Tell whether a layer's queries attend to no later key, where no mask says so."""
+    return bool(options.get("is_causal", getattr(module, "is_causal", True)))
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

@@ -12,8 +12,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from . import _continuous_batching
-from ._decode_op import dense_decode
-from ._fall_through import Attended, fall_through
+from ._dense_op import dense_attention
+from ._fall_through import Attended, fall_through, is_causal
 from ._interval_mask import as_bool, interval_mask, is_interval_mask
 
 NAME = "numba_attn"
@@ -56,9 +56,10 @@ def register() -> None:
     """Make ``attn_implementation="numba_attn"`` known to Hugging Face transformers.
 
     Decode steps, one query token per sequence, run `numba_attn.paged_attention` over the tensors of
-    the model's K/V cache, of any kind that transformers has, in place. Everything else falls
-    through to transformers' SDPA function, or where there is softcap or sinks, which that ignores,
-    to the model's own eager function. ``model.generate_batch`` (continuous batching) reads its
+    the model's K/V cache, of any kind that transformers has, in place; so do prompts of models with
+    softcap or sinks, where nothing is masked. Everything else falls through to transformers' SDPA
+    function, or where there is softcap or sinks, which that ignores, to the model's own eager
+    function. ``model.generate_batch`` (continuous batching) reads its
     paged cache by block tables. A mask function of the same name gives each row's interval of keys.
 
     A second call changes nothing.
@@ -123,18 +124,12 @@ def attention(
         options = _known(given)
         return _continuous_batching.attend(query, key, value, batch, options), None
     options = _known(given)
-    if _is_decode_step(query, key, value, attention_mask, options):
-        out = dense_decode(
-            query[:, :, 0],
-            key,
-            value,
-            attention_mask,
-            scale=options.get("scaling"),
-            softcap=options.get("softcap"),
-            sliding_window=options.get("sliding_window"),
-            sinks=options.get("s_aux"),
-        )
-        return out[:, None], None
+    if _takes_all(query, key, value, options):
+        if query.shape[2] == 1 and (attention_mask is None or is_interval_mask(attention_mask)):
+            return _dense(module, query, key, value, attention_mask, options), None
+        if attention_mask is None and _is_for_us(module, query, options):
+            keys, values = (x[:, :, : query.shape[2]] for x in (key, value))  # as SDPA: the first
+            return _dense(module, query, keys, values, None, options), None
     if is_interval_mask(attention_mask):
         assert attention_mask is not None
         attention_mask = as_bool(attention_mask, key.shape[2])
@@ -156,22 +151,46 @@ def _known(keywords: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _is_decode_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: dict[str, Any],
+def _takes_all(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> bool:
-    """Tell whether these are one query token per sequence, and all that is asked is ours."""
+    """Tell whether all that is asked, but for the mask, is something that we have."""
     tensors = (query, key, value)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return (
-        query.shape[2] == 1
-        and query.shape[0] == key.shape[0]
-        and (mask is None or is_interval_mask(mask))
+        query.shape[0] == key.shape[0]
         and not {"position_bias", "sinks", "output_attentions"} & set(options)
         and not options.get("dropout")
         and not needs_grad
         and all(x.dtype in DTYPES for x in tensors)
+    )
+
+
+def _is_for_us(module: torch.nn.Module, query: torch.Tensor, options: dict[str, Any]) -> bool:
+    """Tell whether a prompt without a mask has what SDPA would ignore."""
+    window = options.get("sliding_window")
+    ignored = {"softcap", "s_aux"} & set(options) or (window and window < query.shape[2])
+    return bool(ignored) and is_causal(module, options)
+
+
+def _dense(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    intervals: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attend over a dense cache: [S, Q, Hq, Dv]."""
+    # Where there is a mask, the window is in it.
+    windowed = intervals is None and is_causal(module, options)
+    return dense_attention(
+        query.transpose(1, 2),
+        key,
+        value,
+        intervals,
+        scale=options.get("scaling"),
+        softcap=options.get("softcap"),
+        sliding_window=options.get("sliding_window") if windowed else None,
+        sinks=options.get("s_aux"),
     )

@@ -1,4 +1,4 @@
-"""The torch operator of a decode step over a dense cache: `torch.compile` keeps it in its graph."""
+"""The torch operator for caches that are no pages: `torch.compile` keeps it in its graph."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ._torch_arrays import paged_attention
 
 _library = torch.library.Library("numba_attn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "dense_decode(Tensor q, Tensor key, Tensor value, Tensor? intervals, *, float? scale=None, "
+    "dense_attention(Tensor q, Tensor key, Tensor value, Tensor? intervals, *, float? scale=None, "
     "float? softcap=None, int? sliding_window=None, Tensor? sinks=None) -> Tensor"
 )
 
 
-@torch.library.impl(_library, "dense_decode", "CPU")
-def _dense_decode(
+@torch.library.impl(_library, "dense_attention", "CPU")
+def _dense_attention(
     q: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -43,14 +43,14 @@ def _dense_decode(
     )
 
 
-@torch.library.register_fake("numba_attn::dense_decode", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("numba_attn::dense_attention", lib=_library)  # type: ignore[untyped-decorator]
 def _shape(
     q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object, **options: object
 ) -> torch.Tensor:
     return q.new_empty((*q.shape[:-1], value.shape[-1]))
 
 
-def dense_decode(
+def dense_attention(
     q: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -61,11 +61,11 @@ def dense_decode(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with one query token per sequence over caches that are no pages.
+    """Attend over caches that are no pages, with the last query at a row's last key.
 
     Parameters
     ----------
-    q : [S, Hq, D]
+    q : [S, Hq, D] or [S, Q, Hq, D]
     key, value : [S, Hkv, L, D], [S, Hkv, L, Dv]
     intervals : int32 [S, 1, 1, 2], optional
         First key, and the one after the last; by default all of them.
@@ -74,9 +74,9 @@ def dense_decode(
 
     Returns
     -------
-    out : [S, Hq, Dv]
+    out : [S, Hq, Dv] or [S, Q, Hq, Dv]
     """
-    out: torch.Tensor = torch.ops.numba_attn.dense_decode(
+    out: torch.Tensor = torch.ops.numba_attn.dense_attention(
         q.detach(),
         key.detach(),
         value.detach(),
