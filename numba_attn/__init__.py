@@ -8,8 +8,9 @@ from . import reference
 from ._device import available_devices
 from ._threads import get_num_threads, set_num_threads
 from ._warmup import warmup
-from .api import finalize, merge, paged_attention, step_tile
+from .api import paged_attention, step_tile
 from .append import append_kv
+from .folding import finalize, merge
 from .kv_file import DamagedBlockError, KVFile
 from .sources import ArraySource, Source
 from .state import AttentionState

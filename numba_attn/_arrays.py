@@ -242,7 +242,7 @@ def view_bytes(
     dtype = np.dtype(dtype)
     if isinstance(memory, np.ndarray):
         return np.ndarray(shape, dtype, memory, offset, strides)
-    return _at(address(memory) + offset, shape, dtype, strides, owner=memory)
+    return at(address(memory) + offset, shape, dtype, strides, owner=memory)
 
 
 def flatten(array: Array) -> Flat:
@@ -251,26 +251,29 @@ def flatten(array: Array) -> Flat:
 
     size, offset, strides = span(array.shape, array.strides, array.dtype.itemsize)
     first = address(array) - offset * array.dtype.itemsize
-    return Flat(_at(first, (size,), array.dtype, None, owner=array), offset, strides)
+    return Flat(at(first, (size,), array.dtype, None, owner=array), offset, strides)
 
 
-def _at(
+def at(
     pointer: int,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     strides: tuple[int, ...] | None,
-    owner: Array,
+    owner: Any,
 ) -> Array:
-    """Make a device array over memory of another one, which it keeps alive."""
+    """Make a device array over memory of its owner, which it keeps alive."""
+    bits = dtype if dtype.isbuiltin else np.dtype(f"u{dtype.itemsize}")
     interface = {
         "shape": shape,
-        "typestr": dtype.str,
+        "typestr": bits.str,
         "data": (pointer, False),
         "strides": strides,
         "version": 3,
     }
     if _device.is_simulator():
         memory = SimpleNamespace(__array_interface__=interface, owner=owner)
-        return type(owner)(np.asarray(memory))
-    memory = SimpleNamespace(__cuda_array_interface__=interface, owner=owner)
-    return _device.cuda().as_cuda_array(memory)
+        array = _device.simulated(np.asarray(memory))
+    else:
+        memory = SimpleNamespace(__cuda_array_interface__=interface, owner=owner)
+        array = _device.cuda().as_cuda_array(memory)
+    return array if bits == dtype else array.view(dtype)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import _arrays, api, reference
+from . import _arrays, api, folding, reference
 from ._plan import ceil_div
 from ._workloads import Step, Workload, make_steps
 from .state import AttentionState
@@ -65,7 +65,7 @@ def check_device(device: str, workload: Workload, *, kernel: str = "auto") -> It
     out, lse = api.paged_attention(*step.arguments(), return_lse=True, device=device, kernel=kernel)
     yield from check_answer(device, "one call", step, out, lse)
     state = _tile_by_tile(device, step, kernel)
-    out, lse = api.finalize(state, return_lse=True, dtype=np.uint16)
+    out, lse = folding.finalize(state, return_lse=True, dtype=np.uint16)
     out = _arrays.to_host(out).view(step.q.dtype)
     yield from check_answer(device, "tile by tile", step, out, _arrays.to_host(lse))
 

@@ -18,7 +18,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from ._types import Array
+from ._types import Array, HostArray
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -46,6 +46,11 @@ def as_device_array(array: Array) -> Array:
         return array
     # Whoever names a stream has put it in order with the one that the array came from.
     return cuda().as_cuda_array(array, sync=not stream_in_use())
+
+
+def simulated(array: HostArray) -> Array:
+    """Return a host array as one of the simulator's device."""
+    return type(cuda().device_array(1))(array)
 
 
 def own(array: Any) -> Any:
@@ -152,6 +157,17 @@ def launching_on(stream: Any) -> Iterator[None]:
         yield
     finally:
         _streams.current = before
+
+
+@contextlib.contextmanager
+def launching_at(number: int | None, pointer: int) -> Iterator[None]:
+    """Let this thread launch on a GPU, by default its own, and there on a stream, 0: the default.
+
+    A stream that is named in the call goes before.
+    """
+    gpu = contextlib.nullcontext() if number is None else cuda().gpus[number]
+    with gpu, launching_on(pointer):
+        yield
 
 
 def stream_in_use() -> Any:

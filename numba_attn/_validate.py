@@ -255,7 +255,9 @@ def flag(name: str, value: Any) -> None:
 
 
 def known_dtype(name: str, dtype: Any, formats: tuple[str, ...]) -> np.dtype[Any]:
-    """Return a dtype given as such, as a type or by name."""
+    """Return a dtype given as such (torch's, too), as a type or by name."""
+    if type(dtype).__module__ == "torch":
+        dtype = str(dtype).removeprefix("torch.")
     try:
         extended = isinstance(dtype, str) and dtype in _arrays.CARRIERS and not hasattr(np, dtype)
         found = _arrays.ml_dtype(dtype) if extended else np.dtype(dtype)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from . import _arrays, _validate, _validate_state
-from .api import finalize, step_tile
+from .api import step_tile
 from .append import append_kv
+from .folding import finalize
 from .state import AttentionState
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays, _device, _run, _validate_append
+from . import _arrays, _device, _frameworks, _run, _validate_append
 from ._types import Array
 
 
+@_frameworks.taking_arrays("k", writes=("k_pool", "v_pool"))
 def append_kv(
     k: Array,
     v: Array | None,

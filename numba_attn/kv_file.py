@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _buffers, _file_io, _validate, _validate_state, append
+from . import _arrays, _buffers, _file_io, _frameworks, _validate, _validate_state, append
 from ._types import Array, HostArray, LongArray
 
 _GEOMETRY = "kv.json"
@@ -212,6 +212,7 @@ class KVFile:
         """
         self.layer(layer).write(block_ids, k, v)
 
+    @_frameworks.taking_arrays("k", writes=())
     def append_kv(self, layer: int, k: Array, v: Array, slot_mapping: Any, **scales: Any) -> None:
         """Write new tokens into their slots, as `numba_attn.append_kv` does.
 
@@ -321,6 +322,7 @@ class KVLayer:
                     "does not match its checksum; write it again"
                 )
 
+    @_frameworks.taking_arrays("k", writes=())
     def write(self, block_ids: Any, k: HostArray, v: HostArray) -> None:
         """Write blocks; see `KVFile.write_blocks`."""
         ids, pieces = self._checked(block_ids, k, v)

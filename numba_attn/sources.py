@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from . import _arrays, _buffers, _device, _plan, _validate, _validate_state
+from . import _arrays, _buffers, _device, _frameworks, _plan, _validate, _validate_state
 from ._types import Array, HostArray, LongArray
 
 
@@ -77,6 +77,7 @@ class ArraySource:
     (1, 4, 64)
     """
 
+    @_frameworks.taking_arrays("k_pool")
     def __init__(self, k_pool: HostArray, v_pool: HostArray) -> None:
         pools = []
         for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _device, _partials, _validate, _validate_options, _validate_state
+from . import (
+    _arrays,
+    _device,
+    _frameworks,
+    _partials,
+    _validate,
+    _validate_options,
+    _validate_state,
+)
 from ._types import Array, HostArray
 
 
@@ -36,6 +44,9 @@ class AttentionState:
         The contiguous memory that ``m``, ``l`` and ``o`` are views of, in this order: one message,
         one copy.
     device : str
+    framework : {None, "torch", "jax", "cupy"}
+        Whose arrays `finalize`, `to_partial` and `lse` return, those of `like` and `from_partial`;
+        None: NumPy's (on a device, Numba's), as ``m``, ``l``, ``o`` and ``buffer`` always are.
 
     Raises
     ------
@@ -72,6 +83,7 @@ class AttentionState:
             head_dim=head_dim,
         )
         self.device: str = _device.resolve(device, home="cpu")
+        self.framework: str | None = None
         rows = num_queries * num_q_heads
         self.scratch: dict[str, Array] = {}  # of a backend: what a step needs again and again
         self._buffer: Array = _arrays.empty(self.device, (rows * (head_dim + 2),), np.float32)
@@ -88,9 +100,11 @@ class AttentionState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by value: the arrays stay views of one buffer."""
-        return _restore, (self.o.shape, self.device, _arrays.to_host(self.buffer))
+        host = _arrays.to_host(self.buffer)
+        return _restore, (tuple(self.o.shape), self.device, host, self.framework)
 
     @classmethod
+    @_frameworks.taking_arrays("q")
     def like(cls, q: Array, v_pool: Array) -> AttentionState:
         """Make a state that fits queries and values, on the device they are on.
 
@@ -119,6 +133,7 @@ class AttentionState:
         return cls(q.shape[0], tuple(q.shape)[-2], v_pool.shape[3], num_queries=rows, device=home)
 
     @classmethod
+    @_frameworks.taking_arrays("out", writes=())
     def from_partial(cls, out: Array, lse: Array, *, base: str = "e") -> AttentionState:
         """Make a state of the partial result of another kernel, to `merge` it with others.
 
@@ -159,6 +174,7 @@ class AttentionState:
         _arrays.overwrite(state.buffer, np.concatenate([part.ravel() for part in parts]))
         return state
 
+    @_frameworks.taking_arrays("self")
     def to_partial(self, *, base: str = "e") -> tuple[Array, Array]:
         """Return the result so far, for another kernel to merge; the state is left as it is.
 
@@ -198,6 +214,7 @@ class AttentionState:
             lse = _arrays.bring(self.device, _partials.in_base(_arrays.to_host(lse), base))
         return out, lse
 
+    @_frameworks.taking_arrays("self")
     @_device.streamed
     def reset(self, *, stream: Any = None) -> None:
         """Return to the identity ``(-inf, 0, 0)``, in place.
@@ -218,6 +235,7 @@ class AttentionState:
             self.m.fill(-np.inf)
 
     @property
+    @_frameworks.taking_arrays("self")
     def lse(self) -> Array:
         """Log-sum-exp of the logits, ``m + log(l)``: float32 [num_queries, Hq]; -inf if empty."""
         m, l = _arrays.to_host(self.m), _arrays.to_host(self.l)
@@ -231,8 +249,11 @@ class AttentionState:
         return f"AttentionState({text}, device={self.device!r})"
 
 
-def _restore(shape: tuple[int, int, int], device: str, buffer: HostArray) -> AttentionState:
+def _restore(
+    shape: tuple[int, int, int], device: str, buffer: HostArray, framework: str | None
+) -> AttentionState:
     """Make a state again from what `AttentionState.__reduce__` kept."""
     state = AttentionState(*shape, device=device)
+    state.framework = framework
     _arrays.overwrite(state.buffer, buffer)
     return state

@@ -11,6 +11,7 @@ from typing import Any
 from . import (
     _arrays,
     _device,
+    _frameworks,
     _run,
     _stream_call,
     _stream_progress,
@@ -81,6 +82,7 @@ class Streamer:
         self._next: Job | None = None  # begun by `then`
         self._cut: tuple[Keys, Tiles] | None = None  # the last tiles; the next layer has the same
 
+    @_frameworks.taking_arrays("q")
     @_device.streamed
     def attend(
         self,

@@ -212,6 +212,16 @@ def test_gradients_and_weights_are_of_the_library(paths):
     assert paths == ["eager", "eager"]
 
 
+def test_a_prompt_of_the_eager_function_is_causal(paths):
+    q, k, v = draw(queries=30, keys=30)
+    options = {"scaling": SCALE, "softcap": 2.0, "output_attentions": True}
+    out, weights = integration.attention(layer("gemma2"), q, k, v, None, **options)
+    allowed = everything(30, 30)
+    close(out, dense(q, k, v, allowed, softcap=2.0))
+    assert not weights[~allowed.expand_as(weights)].any()
+    assert paths == ["eager"]
+
+
 def test_dropout_and_float64_are_of_the_library(paths):
     q, k, v = draw()
     integration.attention(layer("llama"), q, k, v, None, dropout=0.5)

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.cache import (
     group_layers_by_attn_type,
 )
 
-from ._torch_arrays import paged_attention
+from .. import paged_attention
 
 ARGUMENTS = frozenset(
     {
@@ -84,14 +84,16 @@ def attend(
     out : [1, tokens, Hq, Dv]
     """
     num_rows = int(batch.query_starts[-1])
+    query, key, value = (x.detach() for x in (query, key, value))
     q = query[0].transpose(0, 1)[:num_rows]  # [rows, Hq, D]
     new_keys, new_values = (x[0].transpose(0, 1) for x in (key, value))  # [keys, Hkv, D]
     lens = torch.diff(batch.key_starts)
+    sinks = options.get("s_aux")
     chosen: dict[str, Any] = {
         "scale": options.get("scaling"),
         "softcap": options.get("softcap"),
         "sliding_window": options.get("sliding_window"),
-        "sinks": options.get("s_aux"),
+        "sinks": None if sinks is None else sinks.detach(),
     }
     if batch.block_table is not None:
         assert batch.k_cache is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._torch_arrays import paged_attention
+from .. import paged_attention
 
 _library = torch.library.Library("numba_attn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -13,7 +13,7 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
-@torch.library.impl(_library, "dense_attention", "CPU")
+@torch.library.impl(_library, "dense_attention", "CompositeExplicitAutograd")
 def _dense_attention(
     q: torch.Tensor,
     key: torch.Tensor,
@@ -26,10 +26,10 @@ def _dense_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if intervals is None:
-        starts, ends = None, torch.full(key.shape[:1], key.shape[2], dtype=torch.int32)
+        starts, ends = None, key.new_full(key.shape[:1], key.shape[2], dtype=torch.int32)
     else:
         starts, ends = intervals[:, 0, 0, 0], intervals[:, 0, 0, 1]
-    return paged_attention(
+    out: torch.Tensor = paged_attention(
         q,
         key.transpose(1, 2),  # [S, L, Hkv, D]: a pool with a block for each sequence
         value.transpose(1, 2),
@@ -41,6 +41,7 @@ def _dense_attention(
         sliding_window=sliding_window,
         sinks=sinks,
     )
+    return out
 
 
 @torch.library.register_fake("numba_attn::dense_attention", lib=_library)  # type: ignore[untyped-decorator]
