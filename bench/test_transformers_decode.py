@@ -13,7 +13,7 @@ import transformers_decode
 def test_a_row_for_each_figure(capsys):
     transformers_decode.main(["--small", "--context", "40", "--layers", "1", "--seconds", "0.02"])
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == 3
+    assert len(rows) == 4
     for row in rows:
         ratio = re.fullmatch(r".+: numba_attn [\d.]+ ms, sdpa [\d.]+ ms, ([\d.]+) x", row)
         assert float(ratio[1]) > 0
