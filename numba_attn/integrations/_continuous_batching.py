@@ -61,7 +61,7 @@ def take(keywords: dict[str, Any]) -> Batch:
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -151,5 +151,5 @@ def _has_block_tables(config: Any) -> bool:
 
 
 def _replace(owner: Any, function: Callable[..., None]) -> None:
-    function.numba_attn = True  # type: ignore[attr-defined]
+    function.numba_attn = True
     setattr(owner, function.__name__, function)

@@ -6,8 +6,8 @@ import torch
 
 from .. import paged_attention
 
-_library = torch.library.Library("numba_attn", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+_library = torch.library.Library("numba_attn", "FRAGMENT")
+_library.define(
     "dense_attention(Tensor q, Tensor key, Tensor value, Tensor? intervals, *, float? scale=None, "
     "float? softcap=None, int? sliding_window=None, Tensor? sinks=None) -> Tensor"
 )
@@ -44,7 +44,7 @@ def _dense_attention(
     return out
 
 
-@torch.library.register_fake("numba_attn::dense_attention", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("numba_attn::dense_attention", lib=_library)
 def _shape(
     q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object, **options: object
 ) -> torch.Tensor:
