@@ -19,13 +19,11 @@ The figures file maps names of workloads to measured microseconds, such as {"W1"
 from __future__ import annotations
 
 import argparse
-import functools
 import heapq
 import json
 import math
 import pathlib
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -276,14 +274,9 @@ def counts_of_tile(program: _sass.Program, tiles_of_split: int) -> Counter[str]:
     return Counter({kind: tile[kind] + split[kind] / tiles_of_split for kind in tile | split})
 
 
-@functools.cache
 def compiled(name: str, variant: _plan_cuda.StepVariant | None = None) -> Compiled:
     """Compile a kernel."""
-    from numba_attn.kernels import _signatures
-
-    found = _signatures.step(name, variant) if variant else _signatures.others()[name]
-    with tempfile.TemporaryDirectory() as folder:
-        return _ptx.compile_kernel(*found, CAPABILITY, pathlib.Path(folder), disassemble=True)
+    return _ptx.compile_named(name, variant, CAPABILITY, disassemble=True)
 
 
 HEADS = (

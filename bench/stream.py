@@ -8,6 +8,7 @@ before each call. "direct": past the page cache.
 """
 
 import argparse
+import copy
 import itertools
 import mmap
 import os
@@ -30,6 +31,7 @@ HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 BLOCK_BYTES = 2 * 2 * BLOCK * KV_HEADS * DIM
 PROBE_BYTES = 8 << 20  # of a read
 LAYERS = 32
+LAYER_BYTES = 128 << 20  # of one of them, W1's
 HEADER = 4096
 
 
@@ -57,18 +59,22 @@ def compare(folder, options):
     tile_blocks = max(1, int(options.tile_mib * (1 << 20)) // BLOCK_BYTES)
     streamer = numba_attn.Streamer(tile_blocks * (options.prefetch + 1), options.prefetch)
     with streamer:
-        one = Layers(folder / "one", 1, num_blocks, streamer)
-        many = Layers(folder / "many", LAYERS, max(1, num_blocks // LAYERS), streamer)
+        one = Files(folder / "one", 1, num_blocks, streamer)
+        many = Files(folder / "many", LAYERS, max(1, num_blocks // LAYERS), streamer)
         report("page cache", one.calls(drop=False, direct=False), options.seconds)
-        report("shuffled table", one.shuffled().calls(drop=False, direct=False), options.seconds)
+        mixed = one.shuffled()
+        report("page cache, shuffled table", mixed.calls(drop=False, direct=False), options.seconds)
         report("cold", one.calls(drop=True, direct=False), options.seconds)
         report("direct", one.calls(drop=False, direct=True), options.seconds)
+        report("direct, shuffled table", mixed.calls(drop=False, direct=True), options.seconds)
         report(f"{LAYERS} layers, direct", many.calls(drop=False, direct=True), options.seconds)
         for factor in (0.5, 1.0, 2.0):
             name = f"a store, {factor} x as fast as attention"
             report(name, one.paced_calls(factor), options.seconds)
-        name = f"{LAYERS} layers, a store 1.0 x as fast"
-        report(name, many.paced_calls(1.0), options.seconds)
+        layers = one.layers(LAYERS, LAYER_BYTES // BLOCK_BYTES)
+        for factor in (0.5, 1.0, 2.0):
+            name = f"{LAYERS} layers, a store {factor} x as fast"
+            report(name, layers.paced_calls(factor), options.seconds)
 
 
 def report(name, calls, seconds):
@@ -83,48 +89,31 @@ def report(name, calls, seconds):
     )
 
 
-class Layers:
-    """A KV file of some layers, the same numbers in memory, and one query."""
+class Pools:
+    """Layers of K/V in memory, and one query."""
 
-    def __init__(self, path, num_layers, num_blocks, streamer):
+    def __init__(self, pools, streamer):
         rng = np.random.default_rng(0)
-        self.streamer, self.num_layers, self.num_blocks = streamer, num_layers, num_blocks
+        self.pools, self.streamer = pools, streamer
+        self.num_blocks = len(pools[0][0])
         self.q = rng.standard_normal((1, HEADS, DIM)).astype(ml_dtypes.bfloat16)
-        self.tables = np.arange(num_blocks, dtype=np.int32)[None]
-        self.lens = np.array([num_blocks * BLOCK], np.int32)
-        sizes = {"block_size": BLOCK, "num_kv_heads": KV_HEADS, "head_dim": DIM}
-        file = numba_attn.KVFile.create(path, num_layers=num_layers, num_blocks=num_blocks, **sizes)
-        self.pools = []
-        for layer in range(num_layers):
-            pair = file.layer(layer).pair(num_blocks)
-            for block in range(num_blocks):
-                numbers = rng.standard_normal((2, BLOCK, KV_HEADS, DIM), np.float32)
-                pair[:, block] = numbers.astype(ml_dtypes.bfloat16)
-            file.write_blocks(layer, np.arange(num_blocks), *pair)
-            self.pools.append(pair)
-        file.sync()
-        file.close()
-        self.path = path
-        self.paths = [self.path / f"layer_{layer:04}.npy" for layer in range(num_layers)]
+        self.tables = np.arange(self.num_blocks, dtype=np.int32)[None]
+        self.lens = np.array([self.num_blocks * BLOCK], np.int32)
 
-    def shuffled(self):
-        """Put the blocks of the table in another order."""
-        np.random.default_rng(1).shuffle(self.tables[0])
-        return self
-
-    def calls(self, drop, direct):
-        """Return what is compared."""
-        sources = self._opened(direct)
-        return {
-            "read": lambda: self._read(drop, direct),
-            "memory": self._in_memory,
-            "streamed": lambda: self._streamed(sources, drop),
-        }
+    def layers(self, num_layers, num_blocks):
+        """Return so many layers of so many blocks, which are parts of these, again and again."""
+        num_blocks = min(num_blocks, self.num_blocks)
+        parts = [
+            (k_pool[at : at + num_blocks], v_pool[at : at + num_blocks])
+            for k_pool, v_pool in self.pools
+            for at in range(0, self.num_blocks - num_blocks + 1, num_blocks)
+        ]
+        return Pools(list(itertools.islice(itertools.cycle(parts), num_layers)), self.streamer)
 
     def paced_calls(self, factor):
         """Compare with a store that takes so much of the time of attention for what is read."""
         times = _measure.in_turn({"memory": [self._in_memory]}, 1.0, burst=3)["memory"]
-        seconds = statistics.median(times) / (self.num_blocks * self.num_layers) / factor
+        seconds = statistics.median(times) / (self.num_blocks * len(self.pools)) / factor
         link = Link(seconds)
         sources = [Paced(*pair, link) for pair in self.pools]
 
@@ -135,35 +124,74 @@ class Layers:
         return {
             "read": read,
             "memory": self._in_memory,
-            "streamed": lambda: self._streamed(sources, drop=False),
+            "streamed": lambda: self._streamed(sources),
         }
-
-    def _opened(self, direct):
-        file = numba_attn.KVFile(self.path, direct=direct)
-        return [file.layer(layer) for layer in range(self.num_layers)]
-
-    def _read(self, drop, direct):
-        memory = mmap.mmap(-1, PROBE_BYTES)  # at a page, as direct reads need it
-        for path in self.paths:
-            if drop:
-                drop_from_cache(path)
-            fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-            size, at = self.num_blocks * BLOCK_BYTES, HEADER
-            while at < HEADER + size:
-                at += os.preadv(fd, [memoryview(memory)[: HEADER + size - at]], at)
-            os.close(fd)
 
     def _in_memory(self):
         for k_pool, v_pool in self.pools:
             numba_attn.paged_attention(self.q, k_pool, v_pool, self.tables, self.lens)
 
-    def _streamed(self, sources, drop):
-        if drop:
-            for path in self.paths:
-                drop_from_cache(path)
+    def _streamed(self, sources):
         for source, following in itertools.zip_longest(sources, sources[1:]):
             then = None if following is None else (following, self.tables, self.lens)
             self.streamer.attend(self.q, source, self.tables, self.lens, then=then)
+
+
+class Files(Pools):
+    """The same, and in a KV file."""
+
+    def __init__(self, path, num_layers, num_blocks, streamer):
+        rng = np.random.default_rng(0)
+        sizes = {"block_size": BLOCK, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+        file = numba_attn.KVFile.create(path, num_layers=num_layers, num_blocks=num_blocks, **sizes)
+        pools = []
+        for layer in range(num_layers):
+            pair = file.layer(layer).pair(num_blocks)
+            for block in range(num_blocks):
+                numbers = rng.standard_normal((2, BLOCK, KV_HEADS, DIM), np.float32)
+                pair[:, block] = numbers.astype(ml_dtypes.bfloat16)
+            file.write_blocks(layer, np.arange(num_blocks), *pair)
+            pools.append(pair)
+        file.sync()
+        file.close()
+        super().__init__(pools, streamer)
+        self.path = path
+        self.paths = [self.path / f"layer_{layer:04}.npy" for layer in range(num_layers)]
+
+    def shuffled(self):
+        """Return the same with the blocks of the table in another order."""
+        other = copy.copy(self)
+        other.tables = np.random.default_rng(1).permuted(self.tables, axis=1)
+        return other
+
+    def calls(self, drop, direct):
+        """Return what is compared."""
+        file = numba_attn.KVFile(self.path, direct=direct)
+        sources = [file.layer(layer) for layer in range(len(self.pools))]
+
+        def read():
+            self._drop(drop)
+            self._read(direct)
+
+        def streamed():
+            self._drop(drop)
+            self._streamed(sources)
+
+        return {"read": read, "memory": self._in_memory, "streamed": streamed}
+
+    def _drop(self, drop):
+        if drop:
+            for path in self.paths:
+                drop_from_cache(path)
+
+    def _read(self, direct):
+        memory = mmap.mmap(-1, PROBE_BYTES)  # at a page, as direct reads need it
+        for path in self.paths:
+            fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+            size, at = self.num_blocks * BLOCK_BYTES, HEADER
+            while at < HEADER + size:
+                at += os.preadv(fd, [memoryview(memory)[: HEADER + size - at]], at)
+            os.close(fd)
 
 
 class Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -9,6 +10,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import tempfile
 from typing import Any, NamedTuple
 
 from . import _device
@@ -103,6 +105,33 @@ def compile_kernel(
         figure(r"(\d+) bytes smem"),
         _run("nvdisasm", "-c", binary).stdout if disassemble and tool("nvdisasm") else "",
     )
+
+
+@functools.cache
+def compile_named(
+    name: str, variant: Any, capability: tuple[int, int], *, disassemble: bool = False
+) -> Compiled:
+    """Compile a kernel of a decode step, once: it takes seconds.
+
+    Parameters
+    ----------
+    name : str
+        As in `kernels._signatures`.
+    variant : StepVariant or None
+        Of `simple` and `split`; the others have none.
+    capability, disassemble
+        As in `compile_kernel`.
+
+    Returns
+    -------
+    Compiled
+    """
+    signatures: Any = importlib.import_module(".kernels._signatures", __package__)
+    named = signatures.others()[name] if variant is None else signatures.step(name, variant)
+    kernel, signature = named
+    with tempfile.TemporaryDirectory() as folder:
+        place = pathlib.Path(folder)
+        return compile_kernel(kernel, signature, capability, place, disassemble=disassemble)
 
 
 def _run(name: str, *arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ METHODS = [
 ]
 METHODS += [f"KVFile.{name}" for name in ("create", "layer", "write_blocks", "append_kv", "sync")]
 METHODS += ["Source.read", "KVFile.close", "Streamer.attend", "Streamer.close", "ArraySource.read"]
-FRAMEWORKS = "torch", "jax", "cupy"
+FRAMEWORKS = "torch", "jax", "cupy", "transformers"
 PUBLIC = [*FUNCTIONS, "AttentionState", "KVFile", "ArraySource", "Source", "Streamer"]
 
 # DESIGN: the fixed names of the public API

@@ -115,6 +115,11 @@ def test_dependencies_run_one_way():
 OPTIONAL = {  # by file: imported where it is asked for
     "_stream_progress.py": {"tqdm"},
     **{f"_{name}_arrays.py": {name} for name in ("torch", "jax", "cupy")},
+    "_continuous_batching.py": {"torch", "transformers"},
+    "_dense_op.py": {"torch"},
+    "_fall_through.py": {"torch", "transformers"},
+    "_interval_mask.py": {"torch", "transformers"},
+    "transformers.py": {"torch", "transformers"},
 }
 
 

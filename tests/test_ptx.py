@@ -80,8 +80,9 @@ def name_of(given):
     return "-".join([*sizes, path, *late, *given.formats, *options])
 
 
-def compile_step(name, variant, capability, folder, **options):
-    return _ptx.compile_kernel(*_signatures.step(name, variant), capability, folder, **options)
+def compile_step(name, variant, capability=(9, 0)):
+    is_read = capability == (9, 0) and (name, variant) in DECODE.values()
+    return _ptx.compile_named(name, variant, capability, disassemble=is_read or may_spill(variant))
 
 
 def check(compiled, registers=128):
@@ -101,11 +102,10 @@ capabilities = pytest.mark.parametrize("capability", CAPABILITIES, ids=name_of)
 
 
 @pytest.mark.parametrize(("name", "variant", "capability"), STEPS, ids=name_of)
-def test_step(name, variant, capability, tmp_path):
-    spills = may_spill(variant)
-    compiled = compile_step(name, variant, capability, tmp_path, disassemble=spills)
+def test_step(name, variant, capability):
+    compiled = compile_step(name, variant, capability)
     limit = 65536 // (variant.resident_blocks * variant.threads)
-    if spills:  # a few numbers of a split, while its tiles are walked
+    if may_spill(variant):  # a few numbers of a split, while its tiles are walked
         check_resources(compiled, limit)
         assert compiled.spilled <= 128
         assert "LOCAL" not in counts_of_main_loop(compiled)
@@ -133,10 +133,10 @@ def counts_of_main_loop(compiled):
 
 
 @pytest.mark.parametrize("workload", DECODE)
-def test_the_main_loop_of_a_decode_step(workload, tmp_path):
+def test_the_main_loop_of_a_decode_step(workload):
     """K and V come 16 bytes at a time, around the registers, and nothing slow is between."""
     name, variant = DECODE[workload]
-    compiled = compile_step(name, variant, (9, 0), tmp_path, disassemble=True)
+    compiled = compile_step(name, variant)
     counts = counts_of_main_loop(compiled)
     tile_bytes = variant.tile * variant.token_bytes
     assert counts["LDGSTS.128"] == tile_bytes // 16 // variant.threads
@@ -150,8 +150,8 @@ def test_the_main_loop_of_a_decode_step(workload, tmp_path):
 
 @capabilities
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_kernels(name, capability, tmp_path):
-    check(_ptx.compile_kernel(*OTHERS[name], capability, tmp_path))
+def test_other_kernels(name, capability):
+    check(_ptx.compile_named(name, None, capability))
 
 
 ARITHMETIC = re.compile(r"\b(?:add|sub|mul|fma|div|ex2)\.\S*f32")
@@ -159,7 +159,7 @@ ARITHMETIC = re.compile(r"\b(?:add|sub|mul|fma|div|ex2)\.\S*f32")
 
 @pytest.mark.parametrize("head_dim", [80, 128])
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
-def test_all_paths_do_the_same_arithmetic(head_dim, name, tmp_path):
+def test_all_paths_do_the_same_arithmetic(head_dim, name):
     """The order of the roundings decides the bits: it may not depend on the alignment of a pool."""
     variants = [
         _plan_cuda.split_variant(
@@ -167,9 +167,6 @@ def test_all_paths_do_the_same_arithmetic(head_dim, name, tmp_path):
         )
         for wide, asynchronous in ((False, False), (True, False), (True, True))
     ]
-    found = [
-        ARITHMETIC.findall(compile_step("split", variant, (9, 0), tmp_path).ptx)
-        for variant in variants
-    ]
+    found = [ARITHMETIC.findall(compile_step("split", variant).ptx) for variant in variants]
     assert len(found[0]) > 50
     assert found[0] == found[1] == found[2]
