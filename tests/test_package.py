@@ -119,6 +119,7 @@ OPTIONAL = {  # by file: imported where it is asked for
     "_dense_op.py": {"torch"},
     "_fall_through.py": {"torch", "transformers"},
     "_interval_mask.py": {"torch", "transformers"},
+    "torch_op.py": {"torch"},
     "transformers.py": {"torch", "transformers"},
 }
 

@@ -32,33 +32,9 @@ import numba_attn
 from numba_attn import AttentionState, _frameworks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-
-
-def tensor(array):
-    """Return a tensor of the array's memory."""
-    if array.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        carrier = {1: np.uint8, 2: np.int16}[array.itemsize]
-        return torch.from_numpy(array.view(carrier)).view(getattr(torch, array.dtype.name))
-    return torch.from_numpy(array)
-
-
-def tensors(arguments):
-    return {n: tensor(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-
-
-def numbers(result):
-    """Return a tensor's bytes."""
-    assert type(result) is torch.Tensor
-    if result.dtype is torch.bfloat16:
-        result = result.view(torch.int16)
-    return result.numpy().tobytes()
-
-
-def assert_same(results, expected):
-    for found, array in zip(results, expected, strict=True):
-        assert str(found.dtype) == f"torch.{array.dtype.name}"
-        assert tuple(found.shape) == array.shape
-        assert numbers(found) == bits(array)
+_tensors = pytest.importorskip("_tensors", reason="torch is not installed")
+assert_same, numbers = _tensors.assert_same, _tensors.numbers
+tensor, tensors = _tensors.tensor, _tensors.tensors
 
 
 @pytest.mark.parametrize("kv", FORMATS)
