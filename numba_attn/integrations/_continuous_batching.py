@@ -6,7 +6,6 @@ keys and values gathered, one sequence after the other: their tokens are blocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +149,6 @@ def _has_block_tables(config: Any) -> bool:
     return all(ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
 
 
-def _replace(owner: Any, function: Callable[..., None]) -> None:
+def _replace(owner: Any, function: Any) -> None:
     function.numba_attn = True
     setattr(owner, function.__name__, function)
