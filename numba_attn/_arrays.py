@@ -262,7 +262,7 @@ def at(
     owner: Any,
 ) -> Array:
     """Make a device array over memory of its owner, which it keeps alive."""
-    bits = dtype if dtype.isbuiltin else np.dtype(f"u{dtype.itemsize}")
+    bits = dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
     interface = {
         "shape": shape,
         "typestr": bits.str,

@@ -12,12 +12,13 @@ from . import _arrays, _device
 from ._types import Array
 
 
-def taken(name: str, array: Any, written: bool) -> Any:
+def taken(name: str, array: Any, written: bool, kept: bool = False) -> Any:
     """View an array; one without axes is a number."""
     if array.ndim == 0:
         return array.item()
     dtype = _arrays.result_dtype("cuda", np.dtype(array.dtype))
-    return _arrays.at(array.data.ptr, array.shape, dtype, array.strides, owner=array)
+    with _device.on_gpu(array.device.id):
+        return _arrays.at(array.data.ptr, array.shape, dtype, array.strides, owner=array)
 
 
 def given(array: Array, like: Any) -> Any:

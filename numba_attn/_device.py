@@ -165,9 +165,14 @@ def launching_at(number: int | None, pointer: int) -> Iterator[None]:
 
     A stream that is named in the call goes before.
     """
-    gpu = contextlib.nullcontext() if number is None else cuda().gpus[number]
-    with gpu, launching_on(pointer):
+    with on_gpu(number), launching_on(pointer):
         yield
+
+
+def on_gpu(number: int | None) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU this thread's for a while; None: the one that it has."""
+    gpu: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    return gpu if number is None else cuda().gpus[number]
 
 
 def stream_in_use() -> Any:

@@ -30,13 +30,25 @@ _BASES = {
 # Of no framework. Types that were looked at join, so that the next look is a quick one.
 _plain: set[type] = {np.ndarray, type(None), bool, int, float, str, list}
 _MOST_PLAIN = 200
-_NOWHERE = contextlib.nullcontext()
+_HERE = contextlib.nullcontext()
 
 
 @functools.lru_cache(maxsize=128)
 def _of_type(kind: Any) -> str | None:
     names = ((base.__module__, base.__name__) for base in kind.__mro__)
     return next((_BASES[name] for name in names if name in _BASES), None)
+
+
+@functools.lru_cache(maxsize=128)
+def _module_of(kind: Any) -> Any:
+    """Return what takes arrays of a type, a module of this package; None where NumPy does."""
+    framework = _of_type(kind)
+    return None if framework is None else _module(framework)
+
+
+@functools.cache
+def _module(framework: str) -> ModuleType:
+    return importlib.import_module(f"._{framework}_arrays", __package__)
 
 
 def framework_of(value: Any) -> str | None:
@@ -61,6 +73,7 @@ def taking_arrays(lead: str, *, writes: tuple[str, ...] = ("out",)) -> Callable[
     writes : tuple of str
         The arguments that are written to.
     """
+    of_state = lead in ("state", "self")
 
     def decorated(function: Callable[..., Any]) -> Any:
         names = tuple(inspect.signature(function).parameters)
@@ -68,15 +81,23 @@ def taking_arrays(lead: str, *, writes: tuple[str, ...] = ("out",)) -> Callable[
 
         @functools.wraps(function)
         def with_arrays(*args: Any, **options: Any) -> Any:
-            plain = _all_plain(args) and _all_plain(options.values())
-            if plain and not (lead in ("state", "self") and _state_of_framework(args, options)):
-                return function(*args, **options)
             first = args[place] if place < len(args) else options.get(lead)
-            with _launching((first, *args, *options.values())):
-                taken = [_taken(*pair, writes) for pair in zip(names, args, strict=False)]
-                named = {name: _taken(name, x, writes) for name, x in options.items()}
-                found = function(*taken, *args[len(names) :], **named)
-                return _given(found, first, named.get("out"), options.get("out"))
+            plain = _all_plain(args) and _all_plain(options.values())
+            if plain and not (of_state and getattr(first, "framework", None)):
+                return function(*args, **options)
+            taken, named = list(args), options.copy()
+            for i, value in enumerate(args[: len(names)]):
+                if type(value) not in _plain:
+                    taken[i] = _taken(names[i], value, writes)
+            for name, value in options.items():
+                if type(value) not in _plain:
+                    named[name] = _taken(name, value, writes)
+            if of_state or not (_all_plain(taken) and _all_plain(named.values())):
+                with _launching((first, *args, *options.values())):
+                    found = function(*taken, **named)
+                    return _given(found, first, named.get("out"), options.get("out"))
+            found = function(*taken, **named)
+            return _given(found, first, named.get("out"), options.get("out"))
 
         return with_arrays
 
@@ -87,53 +108,45 @@ def _all_plain(values: Iterable[Any]) -> bool:
     return _plain.issuperset(map(type, values))
 
 
-def _state_of_framework(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    state = args[0] if args else options.get("state")  # or self
-    return getattr(state, "framework", None) is not None
-
-
-@functools.cache
-def _module(framework: str) -> ModuleType:
-    return importlib.import_module(f"._{framework}_arrays", __package__)
-
-
 def _taken(name: str, value: Any, writes: tuple[str, ...]) -> Any:
     """Return an argument as the function is to see it."""
     kind: Any = type(value)
-    if kind in _plain:
-        return value
-    framework = _of_type(kind)
-    if framework is not None:
-        return _module(framework).taken(name, value, name in writes)
+    module = _module_of(kind)
+    if module is not None:
+        return module.taken(name, value, name in writes)
     if kind is tuple:
         return tuple(_taken(name, one, ()) for one in value)
-    if len(_plain) < _MOST_PLAIN:
+    if len(_plain) < _MOST_PLAIN and not hasattr(kind, "__cuda_array_interface__"):
         _plain.add(kind)
     return value
 
 
+def kept(name: str, value: Any) -> Any:
+    """Return an argument as it may be kept beyond a call."""
+    kind: Any = type(value)
+    module = _module_of(kind)
+    return value if module is None else module.taken(name, value, False, kept=True)
+
+
 def _given(found: Any, first: Any, taken_out: Any, out: Any) -> Any:
     """Return results as arrays of the framework of `first`; what was written into is `out`."""
+    if found is None:
+        return None
+    if type(found) is tuple:
+        return tuple([_given(one, first, taken_out, out) for one in found])
+    if out is not None and found is taken_out:
+        return out
     framework = framework_of(first)
+    if framework is None:
+        return found
     if hasattr(found, "framework"):  # a new state
         found.framework = framework
-
-    def give(array: Any) -> Any:
-        if array is taken_out and out is not None:
-            return out
-        if framework is None or not hasattr(array, "strides"):
-            return array
-        return _module(framework).given(array, first)
-
-    return tuple(map(give, found)) if type(found) is tuple else give(found)
+        return found
+    return _module(framework).given(found, first)
 
 
 def _launching(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Launch where the framework of the first device array does."""
-    for value in values:
-        framework = framework_of(value)
-        if framework is not None:
-            context: contextlib.AbstractContextManager[Any] = _module(framework).launching(value)
-            if context is not None:
-                return context
-    return _NOWHERE
+    """Launch where the framework of the first array that is on a device does."""
+    frameworks = ((value, framework_of(value)) for value in values)
+    contexts = (_module(name).launching(value) for value, name in frameworks if name is not None)
+    return next((context for context in contexts if context is not None), _HERE)

@@ -13,7 +13,7 @@ from . import _arrays, _device
 from ._types import Array
 
 
-def taken(name: str, array: Any, written: bool) -> Any:
+def taken(name: str, array: Any, written: bool, kept: bool = False) -> Any:
     """View an array, read-only; one without axes is a number.
 
     Raises
@@ -46,7 +46,8 @@ def taken(name: str, array: Any, written: bool) -> Any:
         return np.asarray(array)
     dtype = _arrays.result_dtype("cuda", np.dtype(array.dtype))
     pointer = array.block_until_ready().unsafe_buffer_pointer()
-    return _arrays.at(pointer, array.shape, dtype, None, owner=array)
+    with _device.on_gpu(device.local_hardware_id):
+        return _arrays.at(pointer, array.shape, dtype, None, owner=array)
 
 
 def given(array: Array, like: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,24 @@ import torch
 from . import _arrays, _device
 from ._types import Array
 
-_BITS = {1: torch.uint8, 2: torch.int16}  # by item size; torch has uint16 from 2.3 on
-_EXTENDED = {
-    getattr(torch, name): _arrays.ml_dtype(name)
-    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+_DTYPES = {
+    getattr(torch, name): _arrays.dtype_of(name)
+    for name in (*_arrays.CARRIERS, "uint16", "int16", "int32", "int64")
     if hasattr(torch, name)
 }
-"""The dtypes that NumPy has from ml_dtypes."""
+_CARRIERS = {1: torch.uint8, 2: torch.int16}  # of what NumPy has from ml_dtypes, by item size
+_BFLOAT16 = _arrays.ml_dtype("bfloat16")
+_INT16 = np.dtype(np.int16)
+
+_FIRST_BYTE = 4096
+_MEMORY: Any = (ctypes.c_char * (1 << 62)).from_address(_FIRST_BYTE)
+"""All of this process's memory: an array over it costs half of what `Tensor.numpy` does."""
 
 
-def taken(name: str, tensor: torch.Tensor, written: bool) -> Any:
+def taken(name: str, tensor: torch.Tensor, written: bool, kept: bool = False) -> Any:
     """View a tensor as an array; one without axes is a number.
+
+    Unless it is to be `kept`, the array is valid only as long as the tensor.
 
     Raises
     ------
@@ -30,37 +38,54 @@ def taken(name: str, tensor: torch.Tensor, written: bool) -> Any:
     RuntimeError
         If it is on a device other than the CPU or a CUDA device.
     """
+    dtype = _DTYPES.get(tensor.dtype)
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise TypeError(
-            f"{name}: expected a tensor that autograd does not follow, got one with "
-            "requires_grad=True; call under torch.no_grad(), or pass its .detach()"
-        )
+        raise _refusal(name, tensor, "")
     try:
-        if tensor.is_cuda:
-            return _on_device(tensor)
-        extended = _EXTENDED.get(tensor.dtype)
-        if tensor.dim() == 0:
-            return tensor.item()
-        if extended is not None:
-            return tensor.view(_BITS[extended.itemsize]).numpy().view(extended)
-        return (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        if (
+            type(tensor) is torch.Tensor
+            and dtype is not None
+            and tensor.is_cpu
+            and not (kept or tensor.is_neg())
+        ):
+            offset = (tensor.data_ptr() or _FIRST_BYTE) - _FIRST_BYTE
+            if tensor.is_contiguous():
+                array = np.ndarray(tensor.shape, dtype, _MEMORY, offset)
+            else:
+                strides = [step * dtype.itemsize for step in tensor.stride()]
+                array = np.ndarray(tensor.shape, dtype, _MEMORY, offset, strides)
+            return array if array.shape else array[()]
+        return _on_device(tensor) if tensor.is_cuda else _owning(tensor, dtype)
     except (RuntimeError, TypeError) as error:
-        raise _refusal(name, tensor, error) from error
+        raise _refusal(name, tensor, str(error)) from error
+
+
+def _owning(tensor: torch.Tensor, dtype: np.dtype[Any] | None) -> Any:
+    """Return an array that keeps the memory of a tensor, or a number."""
+    if tensor.dim() == 0:
+        return tensor.item()
+    if dtype is not None and dtype.isbuiltin != 1:
+        return tensor.detach().view(_CARRIERS[dtype.itemsize]).numpy().view(dtype)
+    return tensor.detach().numpy()
 
 
 def _on_device(tensor: torch.Tensor) -> Any:
     if tensor.dim() == 0:
         return tensor.item()
-    dtype = _EXTENDED.get(tensor.dtype)
-    if dtype is None:
-        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    dtype = _DTYPES.get(tensor.dtype) or np.dtype(str(tensor.dtype).removeprefix("torch."))
     dtype = _arrays.result_dtype("cuda", dtype)
     strides = tuple(step * dtype.itemsize for step in tensor.stride())
-    return _arrays.at(tensor.data_ptr(), tuple(tensor.shape), dtype, strides, owner=tensor)
+    with _device.on_gpu(tensor.get_device()):
+        return _arrays.at(tensor.data_ptr(), tuple(tensor.shape), dtype, strides, owner=tensor)
 
 
-def _refusal(name: str, tensor: torch.Tensor, error: Exception) -> Exception:
+def _refusal(name: str, tensor: torch.Tensor, said: str) -> Exception:
     """Say why a tensor is no view of plain memory."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return TypeError(
+            f"{name}: expected a tensor that autograd does not follow, got one with "
+            "requires_grad=True; call under torch.no_grad(), or pass its .detach()"
+        )
     device = tensor.device.type
     if device not in ("cpu", "cuda", "meta"):
         return RuntimeError(
@@ -78,19 +103,19 @@ def _refusal(name: str, tensor: torch.Tensor, error: Exception) -> Exception:
         found, advice = "a quantized one", "pass .int_repr(), and its scale as k_scale or v_scale"
     elif tensor.is_conj() or tensor.is_neg():
         found, advice = "a lazily conjugated or negated one", "pass .resolve_conj().resolve_neg()"
-    elif "ScalarType" in str(error) or "data type" in str(error):
+    elif "ScalarType" in said or "data type" in said:
         found, advice = f"dtype {tensor.dtype}", "convert it with .to(torch.bfloat16)"
     return TypeError(
         f"{name}: expected a strided tensor of real numbers, got "
-        f"{found or type(tensor).__name__ + ', of which torch says: ' + str(error)}; {advice}"
+        f"{found or type(tensor).__name__ + ', of which torch says: ' + said}; {advice}"
     )
 
 
 def given(array: Array, like: Any) -> torch.Tensor:
     """Return a result as a tensor of the same memory."""
     if isinstance(array, np.ndarray):
-        if array.dtype.name == "bfloat16":
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == _BFLOAT16:
+            return torch.from_numpy(array.view(_INT16)).view(torch.bfloat16)
         return torch.from_numpy(array)
     if array.dtype != np.uint16:
         return tensor_at(array)

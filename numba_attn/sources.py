@@ -77,8 +77,8 @@ class ArraySource:
     (1, 4, 64)
     """
 
-    @_frameworks.taking_arrays("k_pool")
-    def __init__(self, k_pool: HostArray, v_pool: HostArray) -> None:
+    def __init__(self, k_pool: Array, v_pool: Array) -> None:
+        k_pool, v_pool = _frameworks.kept("k_pool", k_pool), _frameworks.kept("v_pool", v_pool)
         pools = []
         for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
             if _device.is_device_array(pool):
