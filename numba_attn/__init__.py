@@ -16,7 +16,7 @@ from .sources import ArraySource, Source
 from .state import AttentionState
 from .streamer import Streamer, stream_attention
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 __all__ = [
     "ArraySource",

@@ -25,6 +25,25 @@ def names():
     return names
 
 
+LIBRARIES = {"torch": ["torch"], "jax": ["jax"], "transformers": ["torch", "transformers"]}
+
+
+@pytest.fixture
+def run_with(names):
+    """Run the snippet of a library after the others, where it is installed."""
+
+    def run(library):
+        for needed in LIBRARIES[library]:
+            pytest.importorskip(needed, reason=f"{needed} is not installed")
+        found = dict(names)
+        for needed in LIBRARIES[library]:
+            for snippet in fenced(f"python {needed}"):
+                exec(compile(snippet, f"README.md, {needed}", "exec"), found)
+        return found
+
+    return run
+
+
 def as_float(array):
     return array.astype(np.float64)
 
@@ -42,6 +61,49 @@ def test_the_snippets_run_and_agree(names):
     np.testing.assert_allclose(
         as_float(names["out"]), as_float(names["exact"]), rtol=0.01, atol=1e-3
     )
+
+
+def test_the_snippet_of_torch(run_with):
+    found = run_with("torch")
+    expected = found["torch"].nn.functional.scaled_dot_product_attention(
+        *(found[name][:1].float() for name in ("query", "key", "value"))
+    )  # of one sequence and all its keys
+    whole = found["numba_attn"].paged_attention(
+        found["query"][:1, :, -1],
+        *(found[name][:1].transpose(1, 2) for name in ("key", "value")),
+        None,
+        [1024],
+    )
+    found["torch"].testing.assert_close(whole.float(), expected[:, :, -1], rtol=0.02, atol=2e-3)
+    assert found["from_torch"].dtype == found["torch"].bfloat16
+    assert not found["torch"].equal(found["from_torch"][:1], whole)  # which has 24 keys more
+
+
+def test_the_snippet_of_jax(run_with):
+    found = run_with("jax")
+    inputs = (found[name] for name in ("q", "k_pool", "v_pool", "block_tables", "seq_lens"))
+    assert isinstance(found["from_jax"], found["jnp"].ndarray)
+    expected = found["numba_attn"].paged_attention(*inputs)
+    np.testing.assert_array_equal(np.asarray(found["from_jax"]), expected)
+
+
+def test_the_snippet_of_transformers(run_with):
+    found = run_with("transformers")
+    found["model"].set_attn_implementation("eager")
+    prompt = found["torch"].tensor([[1, 2, 3]])
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert found["torch"].equal(found["text"], found["model"].generate(prompt, **options))
+
+
+def test_the_snippet_of_a_front_end(names):
+    """The pools of the snippets have the new tokens by then."""
+    reference = names["numba_attn"].reference
+    inputs = [names[name] for name in ("q", "k_pool", "v_pool", "block_tables")]
+    exact, lse = reference.paged_attention(*inputs, names["seq_lens"] + 1, return_lse=True)
+    np.testing.assert_allclose(
+        as_float(names["attended"][:, 0]), as_float(exact), rtol=0.01, atol=1e-3
+    )
+    np.testing.assert_allclose(names["softmax_lse"][:, :, 0], lse, rtol=1e-6)
 
 
 def test_the_snippets_of_options_agree_with_the_reference(names):
@@ -81,8 +143,9 @@ def test_the_example_takes_about_15_lines():
 
 
 def test_every_fence_is_known():
-    assert set(re.findall(r"^```(\w+)$", README, re.MULTILINE)) == {"python", "sh"}
-    assert len(fenced("python")) == 12
+    of_libraries = {f"python {name}" for name in LIBRARIES}
+    assert set(re.findall(r"^```(\w.*)$", README, re.MULTILINE)) == {"python", "sh", *of_libraries}
+    assert len(fenced("python")) == 13
 
 
 def test_the_two_commands():

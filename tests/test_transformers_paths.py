@@ -10,11 +10,6 @@ import torch
 import transformers
 from _hf_models import generate, integration, model, padded, prompts
 from torch.nn.functional import pad
-from transformers.masking_utils import (
-    chunked_causal_mask_function,
-    sdpa_mask,
-    sliding_window_causal_mask_function,
-)
 
 from numba_attn.integrations import _dense_op, _fall_through, _interval_mask
 
@@ -256,68 +251,43 @@ def test_what_is_none_or_harmless_changes_nothing(paths):
     assert paths == ["numba_attn", "numba_attn"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("is_causal", False), ("dropout", 0.1), ("position_bias", 1), ("sinks", 1), ("indices", 1)],
+)
+def test_what_continuous_batching_does_not_take(name, value):
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    batch = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "write_index": [], name: value}
+    with pytest.raises(ValueError, match=name):
+        integration.attention(layer("llama"), *draw(1, 1, 1), None, **batch)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:1] + OPTIONS[-1:], ids=["plain", "all"])
+def test_a_padded_batch(options, paths):
+    """What follows the last sequence is padding, as of a compiled batch."""
+    q, k, v = draw(num_seqs=1, queries=9, keys=40)
+    rows, keys = ([0, 5, 6, 6, 6], [0, 20, 31, 31, 31])
+    batch = {"write_index": [], "read_index": [], "is_causal": True, "dropout": 0.0}
+    batch["cu_seq_lens_q"], batch["cu_seq_lens_k"] = (
+        torch.tensor(x, dtype=torch.int32) for x in (rows, keys)
+    )
+    out, _ = integration.attention(layer("llama"), q, k, v, None, scaling=SCALE, **batch, **options)
+    assert out.shape == (1, 9, 4, 32)
+    for i in range(2):
+        at, key = slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1])
+        lengths = rows[i + 1] - rows[i], keys[i + 1] - keys[i]
+        allowed = everything(*lengths, lengths[1] - lengths[0], options.get("sliding_window"))
+        one = q[:, :, at], k[:, :, key], v[:, :, key]
+        softcap, sinks = options.get("softcap"), options.get("s_aux")
+        close(out[:, at], dense(*one, allowed, softcap=softcap, sinks=sinks))
+    assert not out[:, 6:].any()
+
+
 def test_a_model_without_an_eager_function():
     q, k, v = draw(queries=2)
     mask = everything(2, 40, 38)
     with pytest.raises(ValueError, match="Module passes softcap or sinks, which SDPA ignores"):
         integration.attention(torch.nn.Module(), q, k, v, mask, softcap=2.0)
-
-
-MASKS = {
-    "causal": {},
-    "window": {"mask_function": sliding_window_causal_mask_function(7), "local_size": 7},
-    "chunk": {
-        "mask_function": chunked_causal_mask_function(8, torch.tensor([5, 0, 2])),
-        "local_size": 8,
-    },
-}
-
-
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("kind", MASKS)
-def test_the_mask_of_a_decode_step(kind, static):
-    """Left padding of 5, 0 and 2 tokens, in a cache of 33 tokens, or one with room for 50."""
-    seen = torch.ones(3, 33, dtype=torch.bool)
-    seen[0, :5], seen[2, :2] = False, False
-    sizes = {"batch_size": 3, "q_length": 1, "kv_length": 50 if static else 33, "q_offset": 32}
-    given = {"attention_mask": seen, "allow_is_causal_skip": not static, **sizes, **MASKS[kind]}
-    found = integration.interval_mask(**given)
-    assert found.dtype == torch.int32
-    assert found.shape == (3, 1, 1, 2)
-    expected = sdpa_mask(**given)
-    assert torch.equal(_interval_mask.as_bool(found, sizes["kv_length"]), expected)
-
-
-def test_nothing_masked_is_no_mask():
-    sizes = {"batch_size": 2, "q_length": 1, "kv_length": 33, "q_offset": 32}
-    assert integration.interval_mask(**sizes) is None
-    everything_seen = torch.ones(2, 33, dtype=torch.bool)
-    assert integration.interval_mask(attention_mask=everything_seen, **sizes) is None
-
-
-def test_other_masks_are_those_of_sdpa():
-    seen = torch.ones(2, 33, dtype=torch.bool)
-    seen[1, 7] = False  # a hole
-    for q_length, offset in ((1, 32), (5, 28)):
-        sizes = {"batch_size": 2, "q_length": q_length, "kv_length": 33, "q_offset": offset}
-        given = {"attention_mask": seen, **sizes}
-        found = integration.interval_mask(**given)
-        assert found.dtype == torch.bool
-        assert torch.equal(found, sdpa_mask(**given))
-
-
-@pytest.mark.parametrize(
-    ("row", "interval"),
-    [("0000", (0, 0)), ("1111", (0, 4)), ("0110", (1, 3)), ("0001", (3, 4)), ("1011", None)],
-)
-def test_intervals(row, interval):
-    mask = torch.tensor([[[[c == "1" for c in row]]]])
-    found = _interval_mask.intervals(mask)
-    assert (None if found is None else tuple(found.flatten().tolist())) == interval
-
-
-def test_a_mask_by_head_is_no_interval():
-    assert _interval_mask.intervals(torch.ones(1, 2, 1, 4, dtype=torch.bool)) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
@@ -355,3 +325,11 @@ def test_the_operator():
     op = torch.ops.numba_attn.dense_attention.default
     for args, keywords in (((q, k, v, None), {}), ((q, k, v, intervals), options)):
         torch.library.opcheck(op, args, keywords)
+
+
+def test_numpydoc():
+    validate = pytest.importorskip("numpydoc.validate", reason="numpydoc is not installed").validate
+    errors = validate("numba_attn.integrations.transformers.register")["errors"]
+    assert not [
+        code for code, _ in errors if code[:2] in ("GL", "PR", "RT", "SS") and code > "GL03"
+    ]

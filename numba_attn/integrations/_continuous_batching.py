@@ -6,7 +6,6 @@ keys and values gathered, one sequence after the other: their tokens are blocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -83,44 +82,74 @@ def attend(
     -------
     out : [1, tokens, Hq, Dv]
     """
+    chosen = _paged_options(options)
     num_rows = int(batch.query_starts[-1])
-    query, key, value = (x.detach() for x in (query, key, value))
-    q = query[0].transpose(0, 1)[:num_rows]  # [rows, Hq, D]
-    new_keys, new_values = (x[0].transpose(0, 1) for x in (key, value))  # [keys, Hkv, D]
-    lens = torch.diff(batch.key_starts)
-    sinks = options.get("s_aux")
-    chosen: dict[str, Any] = {
-        "scale": options.get("scaling"),
-        "softcap": options.get("softcap"),
-        "sliding_window": options.get("sliding_window"),
-        "sinks": None if sinks is None else sinks.detach(),
-    }
-    if batch.block_table is not None:
-        assert batch.k_cache is not None
-        assert batch.v_cache is not None
-        tables = batch.block_table[:num_rows]
-        lens = lens[:num_rows]
-        _store(new_keys, batch.k_cache, tables, lens)
-        _store(new_values, batch.v_cache, tables, lens)
-        out = paged_attention(q, batch.k_cache, batch.v_cache, tables, lens, **chosen)
-    else:
-        places = torch.arange(int(lens.max()), dtype=torch.int32, device=lens.device)
-        tables = batch.key_starts[:-1, None] + places  # of blocks of one token
-        pools = new_keys[:, None], new_values[:, None]
-        starts = batch.query_starts
-        out = paged_attention(q, *pools, tables, lens, query_start_loc=starts, **chosen)
-    padding = query.shape[2] - num_rows  # of a compiled batch
+    query, key, value = (x.detach()[0].transpose(0, 1) for x in (query, key, value))
+    run = _over_gathered if batch.block_table is None else _over_blocks
+    out = run(query[:num_rows], key, value, batch, chosen)
+    padding = len(query) - num_rows  # of a compiled batch
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding))[None]
 
 
-def _store(
-    rows: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor
-) -> None:
-    """Store each sequence's newest key or value [S, Hkv, D] at the end of its blocks."""
+def _paged_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer's options by the names of `numba_attn.paged_attention`."""
+    here = {"scaling": "scale", "softcap": "softcap", "sliding_window": "sliding_window"}
+    chosen = {here[name]: value for name, value in options.items() if name in here}
+    if "s_aux" in options:
+        chosen["sinks"] = options["s_aux"].detach()
+    others = {name: value for name, value in options.items() if name not in {*here, "s_aux"}}
+    if others.pop("is_causal", True) and not others.pop("dropout", 0.0) and not others:
+        return chosen
+    raise ValueError(
+        "numba_attn: continuous batching takes causal attention with scaling, softcap, "
+        f"sliding_window and s_aux, got {', '.join(sorted(set(options) - {*here, 's_aux'}))}; drop "
+        "what is not needed, or use attn_implementation='paged|eager'"
+    )
+
+
+def _over_gathered(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Batch,
+    chosen: dict[str, Any],
+) -> torch.Tensor:
+    """Attend over keys [tokens, Hkv, D] of one sequence after the other: blocks of one token."""
+    lens = torch.diff(batch.key_starts)
+    places = torch.arange(int(lens.max()), dtype=torch.int32, device=lens.device)
+    tables = batch.key_starts[:-1, None] + places
+    out: torch.Tensor = paged_attention(
+        q,
+        keys[:, None],
+        values[:, None],
+        tables,
+        lens,
+        query_start_loc=batch.query_starts,
+        **chosen,
+    )
+    return out
+
+
+def _over_blocks(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Batch,
+    chosen: dict[str, Any],
+) -> torch.Tensor:
+    """Store the newest keys [S, Hkv, D] in the paged cache, and attend over it: a decode step."""
+    _, key_starts, tables, k_cache, v_cache = batch
+    assert tables is not None
+    assert k_cache is not None
+    assert v_cache is not None
+    tables, lens = tables[: len(q)], torch.diff(key_starts)[: len(q)]  # the rest is padding
     last = (lens - 1).long()
-    block_size = cache.shape[1]
+    block_size = k_cache.shape[1]
     blocks = tables.gather(1, (last // block_size)[:, None])[:, 0].long()
-    cache[blocks, last % block_size] = rows[: len(lens)]
+    k_cache[blocks, last % block_size] = keys[: len(q)]
+    v_cache[blocks, last % block_size] = values[: len(q)]
+    out: torch.Tensor = paged_attention(q, k_cache, v_cache, tables, lens, **chosen)
+    return out
 
 
 def allow(name: str) -> None:
@@ -150,6 +179,6 @@ def _has_block_tables(config: Any) -> bool:
     return all(ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
 
 
-def _replace(owner: Any, function: Callable[..., None]) -> None:
+def _replace(owner: Any, function: Any) -> None:
     function.numba_attn = True
     setattr(owner, function.__name__, function)

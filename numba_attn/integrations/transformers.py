@@ -1,7 +1,7 @@
 """Hugging Face transformers: ``attn_implementation="numba_attn"``.
 
-A decode step, one query token per sequence, reads the model's own K/V cache in place. What is no
-decode step runs as it would without this package.
+A decode step, one query token per sequence, reads the model's own K/V cache in place. What this
+package does not take runs in transformers' own functions.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def register() -> None:
     the model's K/V cache, of any kind that transformers has, in place; so do prompts of models with
     softcap or sinks, where nothing is masked. Everything else falls through to transformers' SDPA
     function, or where there is softcap or sinks, which that ignores, to the model's own eager
-    function. ``model.generate_batch`` (continuous batching) reads its
-    paged cache by block tables. A mask function of the same name gives each row's interval of keys.
+    function. ``model.generate_batch`` (continuous batching) reads its paged cache by block tables.
+    A mask function of the same name gives each row's interval of keys.
 
+    The first step compiles a kernel, or loads it; `numba_attn.warmup` does so ahead of time.
     A second call changes nothing.
 
     Raises
