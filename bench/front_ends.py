@@ -29,7 +29,8 @@ def main(arguments=None):
     numbers = arrays()
     calls = calls_of("", numbers)
     if importlib.util.find_spec("torch"):
-        calls |= calls_of(", torch", [tensor(x) for x in numbers])
+        tensors = [tensor(x) for x in numbers]
+        calls |= calls_of(", torch", tensors) | {"operator of torch": operator_of(tensors)}
     times = _measure.in_turn(
         {name: [call] for name, call in calls.items()}, options.seconds, burst=50
     )
@@ -61,6 +62,13 @@ def tensor(array):
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def operator_of(given):
+    """Return the same attention by the operator that `torch.compile` keeps in its graph."""
+    from numba_attn.integrations import torch_op
+
+    return lambda: torch_op.paged_attention(*given)
 
 
 def calls_of(kind, given):

@@ -28,7 +28,7 @@ _BASES = {
 """Classes of arrays, by module and name; those of a subclass are its bases."""
 
 # Of no framework. Types that were looked at join, so that the next look is a quick one.
-_plain: set[type] = {np.ndarray, type(None), bool, int, float, str, list}
+_plain: set[type] = {np.ndarray, type(None), bool, int, float, str, list, tuple}
 _MOST_PLAIN = 200
 _HERE = contextlib.nullcontext()
 
@@ -114,8 +114,6 @@ def _taken(name: str, value: Any, writes: tuple[str, ...]) -> Any:
     module = _module_of(kind)
     if module is not None:
         return module.taken(name, value, name in writes)
-    if kind is tuple:
-        return tuple(_taken(name, one, ()) for one in value)
     if len(_plain) < _MOST_PLAIN and not hasattr(kind, "__cuda_array_interface__"):
         _plain.add(kind)
     return value

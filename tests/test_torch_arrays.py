@@ -306,6 +306,17 @@ def fake(x):
         return mode.from_tensor(x)
 
 
+def wrapper(x):
+    """Return a tensor that has sizes, and no memory of its own, as a DTensor."""
+
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *args, **options):
+            raise NotImplementedError
+
+    return torch.Tensor._make_wrapper_subclass(Wrapper, x.size(), dtype=x.dtype)
+
+
 ODD = {
     "meta": (lambda x: x.to("meta"), "one on the meta device, which has no values; material"),
     "sparse": (sparse, "one of layout torch.sparse_coo; make it dense with .to_dense()"),
@@ -317,6 +328,7 @@ ODD = {
     "conjugated": (lambda x: x.to(torch.complex64).conj(), "a lazily conjugated or negated one"),
     "complex32": (lambda x: x.to(torch.complex32), "dtype torch.complex32; convert it with .to("),
     "float8_e8m0fnu": (lambda x: x.abs().to(torch.float8_e8m0fnu), "dtype torch.float8_e8m0fnu"),
+    "wrapper": (wrapper, "Wrapper, of which torch says: "),
     "fake": (fake, "FakeTensor, of which torch says: .numpy() is not supported for tensor subcl"),
 }
 
