@@ -50,7 +50,12 @@ def as_device_array(array: Array) -> Array:
 
 def simulated(array: HostArray) -> Array:
     """Return a host array as one of the simulator's device."""
-    return type(cuda().device_array(1))(array)
+    return _simulated_class()(array)
+
+
+@functools.cache
+def _simulated_class() -> Any:
+    return type(cuda().device_array(1))
 
 
 def own(array: Any) -> Any:

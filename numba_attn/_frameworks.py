@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from . import _device
+
 _BASES = {
     ("torch", "Tensor"): "torch",
     ("jax", "Array"): "jax",
@@ -114,7 +116,7 @@ def _taken(name: str, value: Any, writes: tuple[str, ...]) -> Any:
     module = _module_of(kind)
     if module is not None:
         return module.taken(name, value, name in writes)
-    if len(_plain) < _MOST_PLAIN and not hasattr(kind, "__cuda_array_interface__"):
+    if len(_plain) < _MOST_PLAIN and not _device.is_device_array(kind):
         _plain.add(kind)
     return value
 
