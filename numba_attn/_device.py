@@ -55,7 +55,7 @@ def simulated(array: HostArray) -> Array:
 
 @functools.cache
 def _simulated_class() -> Any:
-    return type(cuda().device_array(1))
+    return type(cuda().device_array(1, np.float32))
 
 
 def own(array: Any) -> Any:
