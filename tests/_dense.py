@@ -1,6 +1,20 @@
 """Attention of one query by a dense softmax in float64, for what other libraries' calls promise."""
 
+import math
+
 import numpy as np
+
+LN2 = math.log(2)
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def one(length=50):
+    """Draw q [4, 32], k and v [length, 1, 32]."""
+    return draw(4, 32), draw(length, 1, 32, seed=1), draw(length, 1, 32, seed=2)
 
 
 def attend(q, k, v, *, scale=None, softcap=0.0, slopes=None, position=None, keys=None):

@@ -5,29 +5,15 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from _dense import attend
+from _dense import CLOSE, LN2, attend, draw, one
 
 from numba_attn import paged_attention
 from numba_attn.compat import (
     block_tables_from_csr,
-    flash_attn_with_kvcache,
-    merge_attn_states,
     merge_state,
-    merge_states,
     scaled_dot_product_attention,
     single_decode_with_kv_cache,
 )
-
-LN2 = math.log(2)
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}
-
-
-def draw(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def one(length=50):
-    return draw(4, 32), draw(length, 1, 32, seed=1), draw(length, 1, 32, seed=2)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -41,8 +27,8 @@ def one(length=50):
         ({"logits_soft_cap": 0.0}, {}),
         ({"window_left": 9}, {"keys": np.arange(50) >= 40}),
         ({"window_left": 0}, {"keys": np.arange(50) >= 49}),
-        ({"pos_encoding_mode": "ALIBI"}, {"slopes": [2**-2, 2**-4, 2**-6, 2**-8]}),
         ({"use_tensor_cores": True}, {}),
+        ({"rope_scale": 1.0, "rope_theta": 1e4}, {}),
     ],
     ids=str,
 )
@@ -56,6 +42,19 @@ def test_flashinfer_decode(options, rule, layout):
     np.testing.assert_array_equal(single_decode_with_kv_cache(q, *given, layout, **options), out)
 
 
+@pytest.mark.parametrize("length", [1, 50])
+def test_flashinfer_alibi(length):
+    """Its bias is slope * key position, which is in the lse; ours counts from the query."""
+    q, k, v = one(length)
+    options = {"pos_encoding_mode": "ALIBI", "return_lse": True}
+    out, lse = single_decode_with_kv_cache(q, k, v, **options)
+    slopes = np.array([2**-2, 2**-4, 2**-6, 2**-8])
+    expected_out, expected_lse = attend(q, k, v, slopes=slopes)
+    np.testing.assert_allclose(out, expected_out, **CLOSE)
+    np.testing.assert_allclose(lse, (expected_lse + slopes * (length - 1)) / LN2, **CLOSE)
+    assert lse.dtype == np.float32
+
+
 def test_flashinfer_v_scale():
     q, k, v = one()
     out = single_decode_with_kv_cache(q, k, v, v_scale=0.5)
@@ -67,8 +66,11 @@ def test_flashinfer_v_scale():
     [
         ({"pos_encoding_mode": "ROPE_LLAMA"}, ValueError, "pos_encoding_mode: expected 'NONE'"),
         ({"kv_layout": "NDH"}, ValueError, "kv_layout"),
-        ({"rope_scale": 1.0}, ValueError, "rope_scale: no rotation"),
-        ({"rope_theta": 1e4}, ValueError, "rope_theta: no rotation"),
+        (
+            {"pos_encoding_mode": "ALIBI", "logits_soft_cap": 30.0},
+            ValueError,
+            "logits_soft_cap: not taken with pos_encoding_mode='ALIBI', got 30.0",
+        ),
         ({"q": draw(1, 4, 32)}, ValueError, r"q: .*\[num_qo_heads, head_dim\]"),
         ({"k": draw(50, 32)}, ValueError, "k: "),
         ({"v": draw(49, 1, 32)}, ValueError, "v"),
@@ -95,87 +97,6 @@ def test_slopes_of_alibi(heads):
     power = 2 ** math.floor(math.log2(heads))
     expected = series(power) + series(2 * power)[::2][: heads - power]
     np.testing.assert_allclose(alibi_slopes(heads), expected, rtol=1e-6)
-
-
-def parts(bounds, base):
-    """Partial results of FlashInfer's front end (base 2) or FlashAttention's, by ranges of keys."""
-    q, k, v = one()
-    found = []
-    for begin, end in bounds:
-        some_k, some_v = k[begin:end], v[begin:end]
-        if base == 2:
-            out, lse = single_decode_with_kv_cache(q, some_k, some_v, return_lse=True)
-        else:
-            out, lse = flash_attn_with_kvcache(
-                q[None, None], some_k[None], some_v[None], return_softmax_lse=True
-            )
-            out, lse = out[0, 0], lse[0, :, 0]
-        found.append((out[None], lse[None]))
-    return found, attend(q, k, v)
-
-
-def test_merge_state():
-    ((v_a, s_a), (v_b, s_b)), (out, lse) = parts([(0, 20), (20, 50)], 2)
-    v, s = merge_state(v_a, s_a, v_b, s_b)
-    np.testing.assert_allclose(v[0], out, **CLOSE)
-    np.testing.assert_allclose(s[0], lse / LN2, **CLOSE)
-    assert (v.dtype, s.dtype) == (np.float32, np.float32)
-
-
-def test_merge_states():
-    found, (out, lse) = parts([(0, 20), (20, 21), (21, 50)], 2)
-    found.insert(1, (np.full((1, 4, 32), np.nan, np.float32), np.full((1, 4), -np.inf)))
-    v, s = merge_states(*(np.stack(x, axis=1) for x in zip(*found, strict=True)))
-    np.testing.assert_allclose(v[0], out, **CLOSE)
-    np.testing.assert_allclose(s[0], lse / LN2, **CLOSE)
-
-
-def test_merge_attn_states():
-    ((a, lse_a), (b, lse_b)), (out, lse) = parts([(0, 20), (20, 50)], "e")
-    output, output_lse = np.empty_like(a), np.empty_like(lse_a.T)
-    assert merge_attn_states(output, a, lse_a.T, b, lse_b.T, output_lse) is None
-    np.testing.assert_allclose(output[0], out, **CLOSE)
-    np.testing.assert_allclose(output_lse[:, 0], lse, **CLOSE)
-    again = np.empty_like(a)
-    merge_attn_states(again, a, lse_a.T, b, lse_b.T)
-    np.testing.assert_array_equal(again, output)
-
-
-def test_merge_attn_states_where_a_side_has_no_keys():
-    ((a, lse_a), _), _ = parts([(0, 20), (20, 50)], "e")
-    output, output_lse = np.empty_like(a), np.empty_like(lse_a.T)
-    nothing = np.full_like(lse_a.T, np.inf)  # as FlashAttention has it
-    merge_attn_states(output, a, lse_a.T, np.full_like(a, np.nan), nothing, output_lse)
-    np.testing.assert_allclose(output, a, rtol=1e-6)
-    np.testing.assert_array_equal(output_lse, lse_a.T)
-
-
-def test_partials_of_one_front_end_merge_with_those_of_another():
-    """FlashInfer's in base 2, FlashAttention's in base e."""
-    (first, _), (out, lse) = parts([(0, 20), (20, 50)], 2)
-    (_, second), _ = parts([(0, 20), (20, 50)], "e")
-    v, s = merge_state(*first, second[0], second[1] / np.float32(LN2))
-    np.testing.assert_allclose(v[0], out, **CLOSE)
-    output = np.empty_like(v)
-    merge_attn_states(output, first[0], first[1].T * np.float32(LN2), second[0], second[1].T)
-    np.testing.assert_allclose(output[0], out, **CLOSE)
-    np.testing.assert_allclose(s[0], lse / LN2, **CLOSE)
-
-
-def test_merges_refuse_other_shapes():
-    v, s = draw(3, 4, 32), draw(3, 4)
-    with pytest.raises(ValueError, match="s: "):
-        merge_state(v, s[:, :2], v, s)
-    with pytest.raises(ValueError, match="v_b: expected"):
-        merge_state(v, s, v[:2], s[:2])
-    with pytest.raises(ValueError, match="s: must have num_states = 3"):
-        merge_states(v[None], s[None, :2])
-    with pytest.raises(ValueError, match="output_lse: expected shape"):
-        merge_attn_states(v.copy(), v, s.T, v, s.T, s.copy())
-    with pytest.raises(ValueError, match="suffix_output: expected the shape of output"):
-        merge_attn_states(v.copy(), v, s.T, v[:2], s.T)
-    with pytest.raises(ValueError, match="prefix_lse"):
-        merge_attn_states(v.copy(), v, s, v, s.T)
 
 
 @pytest.mark.parametrize("page", [1, 5, 8, 16, 128, 256])
@@ -216,6 +137,15 @@ def test_wrong_page_tables(change, message):
         block_tables_from_csr(**(given | change), page_size=16)
 
 
+@pytest.mark.parametrize(
+    ("page_size", "error"),
+    [(0, ValueError), (-1, ValueError), (16.0, TypeError), (True, TypeError)],
+)
+def test_wrong_page_sizes(page_size, error):
+    with pytest.raises(error, match="page_size: "):
+        block_tables_from_csr([0, 0], [], [1], page_size)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sdpa(is_causal):
     """With one query, torch's causal triangle has the first key only."""
@@ -244,7 +174,8 @@ def test_sdpa_scale_and_heads_of_their_own():
         ({"query": draw(2, 4, 32)}, ValueError, "query: "),
         ({"enable_gqa": False}, ValueError, "key: must have the hq = 4 heads"),
         ({"value": draw(2, 1, 49, 32)}, ValueError, "value"),
-        ({"key": draw(3, 1, 50, 32)}, ValueError, "key"),
+        ({"key": draw(3, 1, 50, 32)}, ValueError, "key: must have the b = 2 sequences of query"),
+        ({"value": draw(1, 1, 50, 32)}, ValueError, "value: must have the b = 2 sequences"),
     ],
     ids=str,
 )

@@ -186,6 +186,14 @@ def test_no_room_for_new_tokens(page):
         np.testing.assert_array_equal(cache, old)
 
 
+@pytest.mark.parametrize("page", [8, None])
+def test_new_tokens_of_two_sequences_in_one_place(page):
+    given = Caches(page, [12, 12], new=2)
+    same = {"block_table": given.tables[[0, 0]]} if page else {"cache_batch_idx": np.array([1, 1])}
+    with pytest.raises(ValueError, match="cache_batch_idx or block_table: two new tokens"):
+        given.call(**same)
+
+
 WRONG = [
     ({"rotary_cos": SLOPES}, ValueError, "rotary_cos: no rotation is applied here"),
     ({"rotary_sin": SLOPES}, ValueError, "rotary_sin: no rotation"),

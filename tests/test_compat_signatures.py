@@ -48,13 +48,15 @@ SIGNATURES = {
     },
     "merge_state": dict.fromkeys(("v_a", "s_a", "v_b", "s_b"), REQUIRED),
     "merge_states": dict.fromkeys(("v", "s"), REQUIRED),
-    "merge_attn_states": {  # vLLM
+    "merge_attn_states": {  # vLLM, late 2026
         "output": REQUIRED,
         "prefix_output": REQUIRED,
         "prefix_lse": REQUIRED,
         "suffix_output": REQUIRED,
         "suffix_lse": REQUIRED,
         "output_lse": None,
+        "prefill_tokens_with_context": None,
+        "output_scale": None,
     },
     "scaled_dot_product_attention": {  # torch 2.13
         "query": REQUIRED,

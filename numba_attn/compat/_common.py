@@ -45,6 +45,17 @@ def window(name: str, left: Any) -> int | None:
     return None if left < 0 else int(left) + 1
 
 
+def whole(name: str, value: Any, least: int, most: int | None, advice: str) -> int:
+    """Return an integer within bounds."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}; {advice}")
+    number = int(value)
+    if number < least or (most is not None and number > most):
+        rule = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}: must be {rule}, got {number}; {advice}")
+    return number
+
+
 def beside(array: Array, values: HostArray) -> Array:
     """Return a host array where another array is: there, or on the GPU."""
     return _arrays.bring("cuda", values) if _device.is_device_array(array) else values

@@ -255,6 +255,11 @@ def _append_and_attend(
     before = (cache.k_cache[places], cache.v_cache[places]) if on_host else None
     slots = places[0] * cache.k_cache.shape[1] + places[1]
     k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+    if len(np.unique(slots)) < slots.size:
+        raise ValueError(
+            "cache_batch_idx or block_table: two new tokens may not go to one place of the caches, "
+            f"got blocks {places[0].tolist()}; give each sequence its own row, or last block"
+        )
     slots = _common.beside(cache.k_cache, slots.reshape(-1))
     _beneath(append_kv, k, v, cache.k_cache, cache.v_cache, slots)
     try:

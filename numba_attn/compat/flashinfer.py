@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _device, _validate
+from .. import _arrays, _device, _frameworks, _validate
 from .._types import Array, HostArray
 from ..api import paged_attention
 from ..folding import finalize, merge
@@ -22,7 +22,6 @@ _beneath = _common.naming(
     softcap="logits_soft_cap",
     sliding_window="window_left",
 )
-_parts = _common.naming(out="v", lse="s", other="v_b")
 _LOG2_E = math.log2(math.e)
 
 
@@ -62,11 +61,12 @@ def single_decode_with_kv_cache(
     window_left : int
         Keys before its own that the query attends to; negative: all.
     logits_soft_cap : float, optional
-        Bounds a logit s to ``cap * tanh(s / cap)``; None, 0 and below: none.
+        Bounds a logit s to ``cap * tanh(s / cap)``; None, 0 and below: none. Not with "ALIBI",
+        whose bias FlashInfer bounds, too.
     sm_scale : float, optional
         Factor of the logits, ``1 / sqrt(head_dim)`` by default.
-    rope_scale, rope_theta : None
-        Not taken.
+    rope_scale, rope_theta : float, optional
+        Ignored: they are about the rotation, which is not taken.
     return_lse : bool
         Return also the log-sum-exp of the logits.
 
@@ -75,7 +75,8 @@ def single_decode_with_kv_cache(
     out : [num_qo_heads, head_dim]
         In q's dtype.
     lse : float32 [num_qo_heads]
-        Only with `return_lse`: logarithm to base 2.
+        Only with `return_lse`: logarithm to base 2. The bias of "ALIBI" is ``slope * key position``
+        in it, as FlashInfer's.
 
     Raises
     ------
@@ -96,15 +97,22 @@ def single_decode_with_kv_cache(
     >>> out.shape, lse.shape, round(float(lse[0]), 3)  # 8 log2(e) + log2(100)
     ((8, 64), (8,), 18.185)
     """
-    for name, given in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
-        _common.refuse(name, given, "no rotation is applied here", "rotate q and k before the call")
     if pos_encoding_mode not in ("NONE", "ALIBI"):
         raise ValueError(
             f"pos_encoding_mode: expected 'NONE' or 'ALIBI', got {pos_encoding_mode!r}; rotate q "
             "and k before the call"
         )
     if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
+        raise ValueError(
+            f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}; transpose k and v to one"
+        )
+    with_alibi = pos_encoding_mode == "ALIBI"
+    softcap = _common.cap("logits_soft_cap", logits_soft_cap)
+    if with_alibi and softcap is not None:
+        raise ValueError(
+            f"logits_soft_cap: not taken with pos_encoding_mode='ALIBI', got {logits_soft_cap}; "
+            "pass 0.0, or add no bias"
+        )
     _validate.axes("q", q, "[num_qo_heads, head_dim]", 2)
     for name, array in (("k", k), ("v", v)):
         _validate.axes(name, array, "[kv_len, num_kv_heads, head_dim], as kv_layout says", 3)
@@ -121,20 +129,24 @@ def single_decode_with_kv_cache(
         scale=scale if q_scale is None else scale * q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
-        softcap=_common.cap("logits_soft_cap", logits_soft_cap),
+        softcap=softcap,
         sliding_window=_common.window("window_left", window_left),
-        alibi_slopes=_slopes(q) if pos_encoding_mode == "ALIBI" else None,
+        alibi_slopes=_common.beside(q, alibi_slopes(q.shape[0])) if with_alibi else None,
         return_lse=return_lse,
     )
     if not return_lse:
         return result[0]
     out, lse = result
-    return out[0], lse[0] * _LOG2_E
+    lse = lse[0] * _LOG2_E
+    if with_alibi:  # the query's own position, which its bias here counts from
+        lse = _raised(lse, _LOG2_E * (k.shape[0] - 1) * alibi_slopes(q.shape[0]))
+    return out[0], lse
 
 
-def _slopes(q: Array) -> Array:
-    """Return the slopes of ALiBi for the heads of q."""
-    return _common.beside(q, alibi_slopes(q.shape[0]))
+@_frameworks.taking_arrays("lse")
+def _raised(lse: Array, by: HostArray) -> Array:
+    """Add numbers to an array, wherever it is."""
+    return _common.beside(lse, _arrays.to_host(lse) + by)
 
 
 @functools.cache
@@ -184,7 +196,9 @@ def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array) -> tuple[Array, 
     >>> round(float(v[0, 0, 0]), 3), round(float(s[0, 0]), 3)
     (0.6, 3.322)
     """
-    return _merged([(v_a, s_a), (v_b, s_b)])
+    _validate.axes("v_a", v_a, "[seq_len, num_heads, head_dim]", 3)
+    _validate.axes("v_b", v_b, "[seq_len, num_heads, head_dim]", 3)
+    return _merged([("v_a", v_a, "s_a", s_a), ("v_b", v_b, "s_b", s_b)])
 
 
 def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
@@ -224,14 +238,18 @@ def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
             f"s: must have num_states = {v.shape[1]} states as v, at least one, got {s.shape[1]}; "
             "pass one for each"
         )
-    return _merged([(v[:, i], s[:, i]) for i in range(v.shape[1])])
+    return _merged([("v", v[:, i], "s", s[:, i]) for i in range(v.shape[1])])
 
 
-def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    states = [_parts(AttentionState.from_partial, *part, base="2") for part in parts]
-    for other in states[1:]:
-        _parts(merge, states[0], other)
-    v, s = finalize(states[0], dtype=parts[0][0].dtype, return_lse=True)
+def _merged(parts: list[tuple[str, Array, str, Array]]) -> tuple[Array, Array]:
+    """Merge partial results v and s, each after its name."""
+    states = [
+        _common.naming(out=v_name, lse=s_name)(AttentionState.from_partial, v, s, base="2")
+        for v_name, v, s_name, s in parts
+    ]
+    for (v_name, *_), other in zip(parts[1:], states[1:], strict=True):
+        _common.naming(state=parts[0][0], other=v_name)(merge, states[0], other)
+    v, s = finalize(states[0], dtype=parts[0][1].dtype, return_lse=True)
     return v, s * _LOG2_E
 
 
@@ -270,6 +288,7 @@ def block_tables_from_csr(
     >>> block_tables.tolist(), seq_lens.tolist()
     ([[7, 4], [-1, -1], [9, -1]], [21, 0, 16])
     """
+    page_size = _common.whole("page_size", page_size, 1, None, "pass the tokens of a page")
     indptr = _common.on_host("kv_indptr", kv_indptr).astype(np.int64)
     indices = _common.on_host("kv_indices", kv_indices)
     last = _common.on_host("kv_last_page_len", kv_last_page_len).astype(np.int64)

@@ -62,7 +62,9 @@ def scaled_dot_product_attention(
     advice = "call numba_attn.paged_attention with seq_lens and seq_starts"
     _common.refuse("attn_mask", attn_mask, "masks are not taken", advice)
     if dropout_p != 0.0:
-        raise ValueError(f"dropout_p: only 0.0 is taken, got {dropout_p!r}")
+        raise ValueError(
+            f"dropout_p: only 0.0 is taken, got {dropout_p!r}; nothing is dropped in decoding"
+        )
     _validate.flag("is_causal", is_causal)
     for name, array in (("query", query), ("key", key), ("value", value)):
         _validate.axes(name, array, "[b, h, L, d]", 4)
@@ -71,6 +73,12 @@ def scaled_dot_product_attention(
             f"query: expected one token, [b, hq, 1, d], got {tuple(query.shape)}; several are for "
             "numba_attn.paged_attention, or for torch's own function"
         )
+    for name, array in (("key", key), ("value", value)):
+        if array.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"{name}: must have the b = {query.shape[0]} sequences of query, got "
+                f"{array.shape[0]}; expand it"
+            )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"key: must have the hq = {query.shape[1]} heads of query, got {key.shape[1]}; pass "
